@@ -1,0 +1,1 @@
+"""A local cluster for development: real control plane, process kubelet, service proxy. Not for production."""

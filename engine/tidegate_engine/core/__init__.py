@@ -1,0 +1,1 @@
+"""The scheduler's state machine: pure, deterministic, no tensors, no clock."""

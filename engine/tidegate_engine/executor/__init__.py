@@ -1,0 +1,1 @@
+"""Ways to execute a `StepPlan`: on PyTorch, and simulated."""

@@ -1,0 +1,1 @@
+"""The Llama family in PyTorch: loading, tokenizing, attention over paged KV, sampling."""
