@@ -1,0 +1,239 @@
+"""The compiled policy of one pool: the one document that crosses from control plane to engine.
+
+The operator compiles many custom resources into one `PolicySnapshot`; an engine obeys it whole,
+from one step boundary on. Both sides share this module. A snapshot holds what engines enforce and
+nothing else, so that a change that no engine could notice makes no new revision.
+"""
+
+import enum
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+UNKNOWN_TENANT = "unknown"
+"""Name under which all requests of undeclared tenants are scheduled and counted."""
+
+MAX_WEIGHT = 1_000_000
+
+Percent = Annotated[int, Field(ge=0, le=100)]
+Weight = Annotated[int, Field(ge=0, le=MAX_WEIGHT)]
+PositiveInt = Annotated[int, Field(ge=1)]
+KeyDigest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class SnapshotError(ValueError):
+    """A text is not a valid policy snapshot; the message names the field."""
+
+
+class UnknownAction(enum.StrEnum):
+    """What an engine does with requests of no declared tenant."""
+
+    REJECT = "Reject"
+    ADMIT = "Admit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierRule:
+    """A priority level.
+
+    Attributes:
+        value: Larger goes first.
+    """
+
+    name: str
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantRule:
+    """How one tenant is served.
+
+    Attributes:
+        tenant: Identity in engines and metrics, unique in the snapshot.
+        policy: `namespace/name` of the TenantPolicy this comes from.
+        tier: Name of one of the snapshot's tiers.
+        weight: Share inside the tier; 0 = only when nobody else in the tier wants service.
+        kv_nominal_percent: Share of the engine's KV blocks that nobody else may take.
+        max_prompt_tokens: Longest prompt, in tokens; None = what fits the pool.
+        max_output_tokens: Most output tokens of one request; a larger wish is clipped.
+        cancel_on_disconnect: Whether a client that hangs up cancels its request.
+        key_digests: SHA-256 (hex) of the API keys whose holder is this tenant.
+    """
+
+    tenant: str
+    policy: str
+    tier: str
+    weight: Weight = 100
+    kv_nominal_percent: Percent = 0
+    max_prompt_tokens: PositiveInt | None = None
+    max_output_tokens: PositiveInt | None = None
+    cancel_on_disconnect: bool = True
+    key_digests: tuple[KeyDigest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingRule:
+    """Limits of one step; None = the engine's own setting."""
+
+    max_num_seqs: PositiveInt | None = None
+    max_batched_tokens: PositiveInt | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatermarkRule:
+    """KV usage levels, in percent of the block pool: low opens, high closes and evicts."""
+
+    low_percent: Percent = 80
+    high_percent: Percent = 92
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnknownTenantsRule:
+    """Requests with no known identity.
+
+    Attributes:
+        tier: Name of one of the snapshot's tiers; looked at only when they are admitted.
+        max_running: Most of them in one engine's batch; None = no limit of their own.
+    """
+
+    action: UnknownAction = UnknownAction.REJECT
+    tier: str = ""
+    weight: Weight = 1
+    max_running: PositiveInt | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySnapshot:
+    """The policy of one pool; build it with `of`, read it with `from_json`.
+
+    Attributes:
+        pool: `namespace/name` of the EnginePool.
+        tiers: By value, highest first, then by name.
+        tenants: By name.
+    """
+
+    pool: str
+    batching: BatchingRule = field(default_factory=BatchingRule)
+    watermarks: WatermarkRule = field(default_factory=WatermarkRule)
+    unknown_tenants: UnknownTenantsRule = field(default_factory=UnknownTenantsRule)
+    tiers: tuple[TierRule, ...] = ()
+    tenants: tuple[TenantRule, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_consistency(self)
+
+    @classmethod
+    def of(
+        cls,
+        pool: str,
+        *,
+        tiers: Iterable[TierRule] = (),
+        tenants: Iterable[TenantRule] = (),
+        batching: BatchingRule | None = None,
+        watermarks: WatermarkRule | None = None,
+        unknown_tenants: UnknownTenantsRule | None = None,
+    ) -> "PolicySnapshot":
+        """Build a snapshot in canonical order: same content, same digest.
+
+        Raises:
+            SnapshotError: The parts contradict each other; the message says which.
+        """
+        return cls(
+            pool=pool,
+            batching=batching or BatchingRule(),
+            watermarks=watermarks or WatermarkRule(),
+            unknown_tenants=unknown_tenants or UnknownTenantsRule(),
+            tiers=tuple(sorted(tiers, key=lambda t: (-t.value, t.name))),
+            tenants=tuple(sorted(tenants, key=lambda t: t.tenant)),
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "PolicySnapshot":
+        """Read a snapshot written by `to_json`.
+
+        Raises:
+            SnapshotError: Not JSON, a field is missing or out of range, or parts contradict.
+        """
+        try:
+            return _ADAPTER.validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "snapshot"
+            raise SnapshotError(f"{where}: {first['msg']}") from error
+
+    def to_json(self) -> str:
+        """Write the canonical text, over which `digest` is computed."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the canonical text."""
+        return body_digest(self.to_json())
+
+    @cached_property
+    def tenant_rules(self) -> Mapping[str, TenantRule]:
+        """The rules by tenant."""
+        return MappingProxyType({rule.tenant: rule for rule in self.tenants})
+
+    @cached_property
+    def tier_values(self) -> Mapping[str, int]:
+        """The tiers' values by name."""
+        return MappingProxyType({tier.name: tier.value for tier in self.tiers})
+
+    @cached_property
+    def tenant_by_key_digest(self) -> Mapping[str, str]:
+        """Which tenant the holder of a key is, by the key's SHA-256."""
+        return MappingProxyType(
+            {digest: rule.tenant for rule in self.tenants for digest in rule.key_digests}
+        )
+
+
+def body_digest(body: str) -> str:
+    """Return the SHA-256 (hex) of a snapshot's text."""
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def _check_consistency(snapshot: PolicySnapshot) -> None:
+    """Refuse what no engine could obey."""
+    marks = snapshot.watermarks
+    if not 0 < marks.low_percent < marks.high_percent < 100:
+        raise SnapshotError(
+            f"watermarks: 0 < low < high < 100 must hold, got low {marks.low_percent} and"
+            f" high {marks.high_percent}"
+        )
+    _refuse_twice("tiers", (tier.name for tier in snapshot.tiers))
+    _refuse_twice("tenants", (rule.tenant for rule in snapshot.tenants))
+    _refuse_twice("key_digests", (d for rule in snapshot.tenants for d in rule.key_digests))
+    tiers = {tier.name for tier in snapshot.tiers}
+    for rule in snapshot.tenants:
+        if rule.tier not in tiers:
+            raise SnapshotError(
+                f"tenant {rule.tenant!r}: tier {rule.tier!r} is not in the snapshot"
+            )
+        if rule.tenant == UNKNOWN_TENANT:
+            raise SnapshotError(f"tenant {rule.tenant!r}: the name is kept for undeclared tenants")
+    unknown = snapshot.unknown_tenants
+    if unknown.action is UnknownAction.ADMIT and unknown.tier not in tiers:
+        raise SnapshotError(f"unknown_tenants: tier {unknown.tier!r} is not in the snapshot")
+    nominal = sum(rule.kv_nominal_percent for rule in snapshot.tenants)
+    if nominal > marks.low_percent:
+        raise SnapshotError(
+            f"tenants: the nominal KV percentages sum up to {nominal}, more than the low"
+            f" watermark of {marks.low_percent}"
+        )
+
+
+def _refuse_twice(what: str, names: Iterable[str]) -> None:
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
+    if twice:
+        raise SnapshotError(f"{what}: {twice[0]!r} appears twice")
+
+
+_ADAPTER = TypeAdapter(PolicySnapshot)

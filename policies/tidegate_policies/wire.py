@@ -1,0 +1,129 @@
+"""What operator and engines say to each other through Redis: key names, channels, reports.
+
+Per pool: one key holds the newest envelope, one channel wakes the engines when it changes, one key
+per engine holds that engine's last report and expires, one channel announces reports at once.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+HEARTBEAT_SECONDS = 1.0
+"""How often an engine reports when nothing happens."""
+
+REPORT_EXPIRY_SECONDS = 5.0
+"""An engine that was silent for longer counts as gone."""
+
+REPORTS_PATTERN = "tidegate:*:reports"
+"""Pattern over the report channels of all pools."""
+
+
+def envelope_key(pool: str) -> str:
+    """Return the Redis hash with the fields `revision`, `digest` and `envelope` of `pool`."""
+    return f"tidegate:{pool}:policy"
+
+
+def wake_channel(pool: str) -> str:
+    """Return the channel on which the operator publishes the number of a new revision."""
+    return f"tidegate:{pool}:wake"
+
+
+def report_key(pool: str, pod: str) -> str:
+    """Return the Redis string that holds the last report of `pod`; it expires."""
+    return f"tidegate:{pool}:engine:{pod}"
+
+
+def reports_channel(pool: str) -> str:
+    """Return the channel on which the engines of `pool` publish each report."""
+    return f"tidegate:{pool}:reports"
+
+
+class ReportError(ValueError):
+    """A text is not a valid engine report; the message names the field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A policy that an engine did not take.
+
+    Attributes:
+        reason: As in `EnvelopeRefusedError`.
+    """
+
+    revision: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantCounters:
+    """One tenant in one engine; the totals grow since the engine's start.
+
+    Attributes:
+        service: Charged service, in cost units (1 per computed prompt token, 2 per output token).
+    """
+
+    tenant: str
+    running: int = 0
+    waiting: int = 0
+    kv_used_blocks: int = 0
+    output_tokens: int = 0
+    service: float = 0.0
+    preempted: int = 0
+    cancelled: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """Acknowledgement, heartbeat and usage of one engine in one message.
+
+    Attributes:
+        pod: Name of the pod, the engine's identity in its pool.
+        incarnation: Changes whenever the engine process starts.
+        sequence: Grows with every report of an incarnation, so that order never needs a clock.
+        revision: The policy in force; 0 = none yet.
+        digest: Of the policy in force.
+        step: Number of the first step planned under `revision`.
+        refused: The newest policy that was refused, until a newer one is applied.
+        degraded: True while the engine can't read Redis or runs a policy from its disk.
+        kv_used_blocks: Blocks in use, of `kv_blocks`.
+        tenants: Tenants with work or with any total.
+    """
+
+    pool: str
+    pod: str
+    incarnation: str
+    sequence: Annotated[int, Field(ge=0)]
+    revision: Annotated[int, Field(ge=0)] = 0
+    digest: str = ""
+    step: int = 0
+    refused: Refusal | None = None
+    degraded: bool = False
+    running: int = 0
+    waiting: int = 0
+    kv_blocks: int = 0
+    kv_used_blocks: int = 0
+    tenants: tuple[TenantCounters, ...] = ()
+
+    def to_json(self) -> str:
+        """Write the text that travels."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "EngineReport":
+        """Read a report.
+
+        Raises:
+            ReportError: Malformed; the message names the field.
+        """
+        try:
+            return _ADAPTER.validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "report"
+            raise ReportError(f"{where}: {first['msg']}") from error
+
+
+_ADAPTER = TypeAdapter(EngineReport)
