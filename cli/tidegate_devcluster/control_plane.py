@@ -1,0 +1,224 @@
+"""A real Kubernetes control plane on loopback, from binaries alone."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from tidegate_devcluster.assets import Assets
+from tidegate_devcluster.pki import Pki
+from tidegate_devcluster.processes import Child, Lifeline, free_port
+
+START_SECONDS = 60.0
+# Each of these needs a cloud, a volume or a bootstrap token, of which there are none here.
+UNUSED_CONTROLLERS = (
+    "node-ipam-controller",
+    "persistentvolume-attach-detach-controller",
+    "persistentvolume-binder-controller",
+    "persistentvolume-expander-controller",
+    "ephemeral-volume-controller",
+    "bootstrap-signer-controller",
+    "token-cleaner-controller",
+    "selinux-warning-controller",
+)
+
+
+class ControlPlane:
+    """etcd and kube-apiserver, with controllers also kube-controller-manager and kube-scheduler.
+
+    A context manager; ready when entered. Data goes with the context: etcd does not sync to disk.
+
+    Attributes:
+        server: URL of the API server.
+        ca: Certificate that signs its certificate.
+        kubeconfig: Of a user who may do everything.
+    """
+
+    server: str
+    ca: Path
+    kubeconfig: Path
+
+    def __init__(
+        self, root: Path, assets: Assets, *, controllers: bool, lifeline: Lifeline | None = None
+    ) -> None:
+        """Keeps data, keys and logs under `root`.
+
+        Without controllers no Pod runs, no Deployment is expanded and no namespace ends; enough
+        for custom resources, and half a gigabyte of memory less.
+        """
+        self._root = root
+        self._assets = assets
+        self._controllers = controllers
+        self._given_lifeline = lifeline
+        self._exits = ExitStack()
+        self.children: list[Child] = []
+
+    def __enter__(self) -> ControlPlane:
+        with ExitStack() as exits:
+            self._lifeline = self._given_lifeline or exits.enter_context(Lifeline())
+            exits.callback(self._stop)
+            self._start()
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._exits.close()
+
+    def user_kubeconfig(self, name: str, groups: Sequence[str] = ()) -> Path:
+        """Writes the kubeconfig of another user, who may do what RBAC grants."""
+        return self._pki.kubeconfig(self.server, name, groups)
+
+    def _start(self) -> None:
+        self._pki = Pki(self._root / "pki")
+        self.ca = self._pki.ca
+        self.server = f"https://127.0.0.1:{free_port()}"
+        self.kubeconfig = self.user_kubeconfig("admin", ["system:masters"])
+        etcd_url = self._start_etcd()
+        api_server = self._start_api_server(etcd_url)
+        tls = self._admin_tls()
+        api_server.wait_until(
+            lambda: _answers_ok(f"{self.server}/readyz", tls), timeout_seconds=START_SECONDS
+        )
+        if self._controllers:
+            self._start_controllers()
+
+    def _stop(self) -> None:
+        # Nothing is worth a graceful end (about 8 s), and the watchers would only log errors.
+        for child in reversed(self.children):
+            child.stop()
+        self.children.clear()
+
+    def _child(self, name: str, arguments: Sequence[str]) -> Child:
+        tool = self._assets.tool(name)
+        child = Child(
+            name,
+            [str(tool.path), *arguments],
+            log=self._root / "logs" / f"{name}.log",
+            lifeline=self._lifeline,
+            environment=tool.environment,
+        )
+        self.children.append(child)
+        return child
+
+    def _start_etcd(self) -> str:
+        client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        etcd = self._child(
+            "etcd",
+            [
+                "--name=devcluster",
+                f"--data-dir={self._root / 'etcd'}",
+                f"--listen-client-urls={client}",
+                f"--advertise-client-urls={client}",
+                f"--listen-peer-urls={peer}",
+                f"--initial-advertise-peer-urls={peer}",
+                f"--initial-cluster=devcluster={peer}",
+                "--unsafe-no-fsync=true",
+            ],
+        )
+        # An API server that finds no etcd backs off for whole seconds.
+        etcd.wait_until(lambda: _answers_ok(f"{client}/health"), timeout_seconds=START_SECONDS)
+        return client
+
+    def _start_api_server(self, etcd_url: str) -> Child:
+        pki = self._pki
+        certificate, key = pki.server("kube-apiserver", ["127.0.0.1", "localhost", "kubernetes"])
+        proxy_certificate, proxy_key = pki.user("front-proxy-client")
+        arguments = [
+            f"--etcd-servers={etcd_url}",
+            "--bind-address=127.0.0.1",
+            "--advertise-address=127.0.0.1",
+            f"--secure-port={self.server.rpartition(':')[2]}",
+            f"--tls-cert-file={certificate}",
+            f"--tls-private-key-file={key}",
+            f"--client-ca-file={pki.ca}",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={pki.service_account_public_key}",
+            f"--service-account-signing-key-file={pki.service_account_key}",
+            "--authorization-mode=Node,RBAC",
+            "--service-cluster-ip-range=10.0.0.0/24",
+            "--endpoint-reconciler-type=none",
+            "--allow-privileged=true",
+            # Aggregated API servers (external metrics) trust these.
+            f"--requestheader-client-ca-file={pki.ca}",
+            "--requestheader-allowed-names=front-proxy-client",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+            f"--proxy-client-cert-file={proxy_certificate}",
+            f"--proxy-client-key-file={proxy_key}",
+        ]
+        if not self._controllers:
+            # Nobody makes the default service account, without which no Pod would be admitted.
+            arguments.append("--disable-admission-plugins=ServiceAccount")
+        return self._child("kube-apiserver", arguments)
+
+    def _start_controllers(self) -> None:
+        started = [
+            self._start_controller(
+                "kube-controller-manager",
+                [
+                    "--use-service-account-credentials=true",
+                    f"--service-account-private-key-file={self._pki.service_account_key}",
+                    f"--root-ca-file={self._pki.ca}",
+                    "--controllers="
+                    + ",".join(["*", *(f"-{name}" for name in UNUSED_CONTROLLERS)]),
+                    # Development wants to see a change soon, production wants it calm.
+                    "--horizontal-pod-autoscaler-sync-period=5s",
+                    "--horizontal-pod-autoscaler-downscale-stabilization=10s",
+                ],
+            ),
+            self._start_controller("kube-scheduler", []),
+        ]
+        # Their own certificates are self-signed, and only health is asked.
+        tls = ssl.create_default_context()
+        tls.check_hostname = False
+        tls.verify_mode = ssl.CERT_NONE
+        for child, health in started:
+            child.wait_until(
+                lambda url=health: _answers_ok(url, tls),  # type: ignore[misc]
+                timeout_seconds=START_SECONDS,
+            )
+
+    def _start_controller(self, name: str, arguments: Sequence[str]) -> tuple[Child, str]:
+        kubeconfig = self.user_kubeconfig(f"system:{name}")
+        port = free_port()
+        common = [
+            f"--kubeconfig={kubeconfig}",
+            f"--authentication-kubeconfig={kubeconfig}",
+            f"--authorization-kubeconfig={kubeconfig}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={port}",
+            "--leader-elect=false",
+        ]
+        child = self._child(name, [*common, *arguments])
+        return child, f"https://127.0.0.1:{port}/healthz"
+
+    def _admin_tls(self) -> ssl.SSLContext:
+        tls = ssl.create_default_context(cafile=str(self.ca))
+        tls.load_cert_chain(
+            self.kubeconfig.with_suffix(".crt"), self.kubeconfig.with_suffix(".key")
+        )
+        return tls
+
+
+def _answers_ok(url: str, tls: ssl.SSLContext | None = None) -> bool:
+    # No proxy of the environment: the address is this machine's.
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
+    )
+    try:
+        with opener.open(url, timeout=2.0) as answer:
+            return bool(answer.status == http.client.OK)
+    except (urllib.error.URLError, OSError, http.client.HTTPException):
+        return False

@@ -1,0 +1,3 @@
+"""Fixtures of every test."""
+
+pytest_plugins = ["tidegate_testing.cluster"]
