@@ -47,6 +47,8 @@ class StepPlan:
         rows: Decodes first, then prefill chunks, in a reproducible order.
         admitted: Requests that joined the batch with this plan.
         preempted: Requests whose KV blocks were taken before this step, for recompute.
+        ended: Requests that ended while planning, with the tokens they had: they can never get
+            the KV block for another one.
     """
 
     step: int
@@ -54,6 +56,7 @@ class StepPlan:
     rows: tuple[PlanRow, ...] = ()
     admitted: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
+    ended: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
