@@ -1,0 +1,1 @@
+"""The benchmarks behind `tidegate bench NAME`: each measures, prints a table and writes JSON."""
