@@ -4,7 +4,6 @@ from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from tidegate_cli.traces import TraceRequest
 from tidegate_cli.traffic import Call, Latency, Traffic, summarize_calls
@@ -50,11 +49,13 @@ def server() -> StreamingServer:
 async def base_url(server: StreamingServer) -> AsyncIterator[str]:
     app = web.Application()
     app.router.add_post("/v1/completions", server.complete)
-    running = TestServer(app)
     # Cancelled when the caller hangs up, as an engine's handlers are.
-    await running.start_server(handler_cancellation=True)
-    yield str(running.make_url("/v1"))
-    await running.close()
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    yield f"http://{host}:{port}/v1"
+    await runner.cleanup()
 
 
 def request(tenant: str = "gold", at: float = 0.0, output: int = 3) -> TraceRequest:
