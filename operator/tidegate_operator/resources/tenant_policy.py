@@ -190,8 +190,10 @@ class TenantPolicySpec(Model):
         tuple[PoolRef, ...],
         Field(min_length=1, max_length=32, description="EnginePools that the policy is for."),
         CelRule(
-            "self.all(a, self.exists_one(b, a.name == b.name && "
-            "a.?__namespace__.orValue('') == b.?__namespace__.orValue('')))",
+            # `has` instead of a default: the cost of comparing a default counts as unbounded.
+            "self.all(a, self.exists_one(b, a.name == b.name"
+            " && has(a.__namespace__) == has(b.__namespace__)"
+            " && (!has(a.__namespace__) || a.__namespace__ == b.__namespace__)))",
             "must name each pool only once",
         ),
     ]
