@@ -1,0 +1,64 @@
+"""The operator as a child of this command: started, stopped and killed at will."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+from tidegate_devcluster.processes import Child, Lifeline, free_port
+
+_GRACE_SECONDS = 5.0
+
+
+class OperatorChild:
+    """`python -m tidegate_operator` against one API server and one Redis.
+
+    Attributes:
+        metrics_port: On loopback; the same across restarts.
+        log: Grows over restarts.
+    """
+
+    def __init__(
+        self,
+        *,
+        kubeconfig: Path,
+        redis_url: str,
+        signing_key_file: Path,
+        log: Path,
+        lifeline: Lifeline,
+    ) -> None:
+        self.metrics_port = free_port()
+        self.log = log
+        self._lifeline = lifeline
+        self._child: Child | None = None
+        self._environment = {
+            "TIDEGATE_OPERATOR_KUBECONFIG": str(kubeconfig),
+            "TIDEGATE_OPERATOR_REDIS_URL": redis_url,
+            "TIDEGATE_OPERATOR_SIGNING_KEY_FILE": str(signing_key_file),
+            "TIDEGATE_OPERATOR_METRICS_HOST": "127.0.0.1",
+            "TIDEGATE_OPERATOR_METRICS_PORT": str(self.metrics_port),
+        }
+
+    @property
+    def pid(self) -> int | None:
+        """Process id; None while it doesn't run."""
+        return self._child.pid if self._child is not None and self._child.is_running() else None
+
+    async def start(self) -> None:
+        """Start it if it doesn't run; what it does shows in the resources' conditions."""
+        if self.pid is None:
+            # A thread: starting a process and reading its log block.
+            self._child = await asyncio.to_thread(
+                Child,
+                "operator",
+                [sys.executable, "-m", "tidegate_operator"],
+                log=self.log,
+                lifeline=self._lifeline,
+                environment=self._environment,
+            )
+
+    async def stop(self, *, kill: bool = False) -> None:
+        """Stop it, or kill it as a crash would; it has ended on return."""
+        if self._child is not None:
+            grace = 0.0 if kill else _GRACE_SECONDS
+            await asyncio.to_thread(self._child.stop, grace_seconds=grace)
+            self._child = None
