@@ -106,7 +106,12 @@ class Child:
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
             )
-        lifeline.watch_group(self._process.pid)
+        try:
+            lifeline.watch_group(self._process.pid)
+        except BaseException:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+            raise
 
     @property
     def pid(self) -> int:
