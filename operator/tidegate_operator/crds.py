@@ -126,8 +126,6 @@ def _inline(schema: Schema, place: _Place) -> tuple[Schema, _Place]:
             name = schema.pop("$ref").rsplit("/", 1)[-1]
             place = place.enter(name)
             target = place.definitions[name]
-        elif "allOf" in schema and len(schema["allOf"]) == 1:
-            (target,) = schema.pop("allOf")
         elif "anyOf" in schema:
             target = _only_choice(schema.pop("anyOf"), place)
             if schema.get("default", 0) is None:
@@ -191,8 +189,6 @@ def _object(schema: Schema, place: _Place) -> Schema:
 
 
 def _array(schema: Schema, place: _Place) -> Schema:
-    if not isinstance(schema.get("items"), dict):
-        raise place.error("is a list without one schema for all its items")
     items = _convert(schema["items"], place.at("*"))
     list_type = schema.get("x-kubernetes-list-type")
     if list_type == "set" and items.get("type") in ("object", "array"):

@@ -1,0 +1,240 @@
+"""The custom resources as values."""
+
+import json
+from datetime import UTC, datetime
+from typing import Annotated
+
+import pytest
+from pydantic import ValidationError
+
+from tidegate_operator.resources import (
+    KINDS,
+    NOT_ENFORCED_YET,
+    AllowedNamespaces,
+    EnginePoolSpec,
+    LabelSelector,
+    Model,
+    NamespacesFrom,
+    ObjectMeta,
+    StopPolicy,
+    TenantPolicy,
+    TenantPolicySpec,
+    duration_seconds,
+    unenforced_fields,
+)
+from tidegate_testing.manifests import (
+    KIND_NAMES,
+    Manifest,
+    changed,
+    full_manifest,
+    minimal_manifest,
+    policy_with_references,
+)
+
+MODELS = {kind.definition.kind: kind for kind in KINDS}
+
+
+def unenforced(manifest: Manifest) -> tuple[str, ...]:
+    resource = MODELS[manifest["kind"]].model_validate(manifest)
+    spec: Model = getattr(resource, "spec")  # noqa: B009 - each kind declares a spec of its own
+    return unenforced_fields(spec)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [*map(full_manifest, KIND_NAMES), *map(minimal_manifest, KIND_NAMES), policy_with_references()],
+    ids=lambda manifest: f"{manifest['kind']}-{manifest['metadata']['name']}",
+)
+def test_manifest_survives_reading_and_writing(manifest: Manifest) -> None:
+    resource = MODELS[manifest["kind"]].model_validate(manifest)
+
+    assert json.loads(json.dumps(resource.as_json())) == manifest
+
+
+def test_python_names_and_json_names_are_both_taken() -> None:
+    spec = TenantPolicySpec.model_validate({"poolRefs": [{"name": "a"}], "stop_policy": "Hold"})
+
+    assert spec.stop_policy is StopPolicy.HOLD
+
+
+def test_fields_of_a_newer_version_are_ignored() -> None:
+    manifest = changed(minimal_manifest("TenantPolicy"), {"spec.colour": "blue"})
+
+    assert "colour" not in TenantPolicy.model_validate(manifest).as_json()["spec"]
+
+
+def test_values_are_frozen() -> None:
+    spec = TenantPolicySpec.model_validate({"poolRefs": [{"name": "a"}]})
+
+    with pytest.raises(ValidationError, match="frozen"):
+        spec.weight = 3  # type: ignore[misc]
+
+
+def test_tenant_defaults_to_where_the_policy_lives() -> None:
+    manifest = changed(minimal_manifest("TenantPolicy", "chat"), {"metadata.namespace": "acme"})
+
+    assert TenantPolicy.model_validate(manifest).tenant == "acme/chat"
+    named = changed(manifest, {"spec.tenant": "acme"})
+    assert TenantPolicy.model_validate(named).tenant == "acme"
+
+
+def test_unset_pool_settings_have_the_documented_defaults() -> None:
+    spec = EnginePoolSpec.model_validate({"selector": {}})
+
+    assert (spec.kv.watermarks.low_percent, spec.kv.watermarks.high_percent) == (80, 92)
+    assert spec.unknown_tenants.action == "Reject"
+    assert spec.allowed_namespaces.from_ is NamespacesFrom.SAME
+    assert spec.batching.max_num_seqs is None
+
+
+def test_oldest_object_is_the_most_senior_and_names_break_ties() -> None:
+    def stored(name: str, second: int) -> ObjectMeta:
+        created = datetime(2026, 1, 1, 0, 0, second, tzinfo=UTC)
+        return ObjectMeta(name=name, namespace="ns", creation_timestamp=created)
+
+    unstored = ObjectMeta(name="a", namespace="ns")
+    metas = [unstored, stored("b", 1), stored("z", 0), stored("a", 1)]
+
+    ranked = sorted(metas, key=lambda meta: meta.seniority)
+
+    assert ranked == [stored("z", 0), stored("a", 1), stored("b", 1), unstored]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("250ms", 0.25), ("30s", 30), ("5m", 300), ("1h30m", 5400), ("1m1s1ms", 61.001), ("0s", 0)],
+)
+def test_duration_in_seconds(text: str, seconds: float) -> None:
+    assert duration_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "5", "1.5s", "-1s", "5 s", "s", "1d", "1s ", "100000s", "५s"])
+def test_other_formats_are_no_durations(text: str) -> None:
+    with pytest.raises(ValueError, match="is not like 250ms"):
+        duration_seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("operator", "values", "labels", "expected"),
+    [
+        ("In", ["a", "b"], {"zone": "a"}, True),
+        ("In", ["a", "b"], {"zone": "c"}, False),
+        ("In", ["a"], {}, False),
+        ("NotIn", ["a"], {"zone": "b"}, True),
+        ("NotIn", ["a"], {"zone": "a"}, False),
+        ("NotIn", ["a"], {}, True),
+        ("Exists", [], {"zone": ""}, True),
+        ("Exists", [], {}, False),
+        ("DoesNotExist", [], {}, True),
+        ("DoesNotExist", [], {"zone": ""}, False),
+    ],
+)
+def test_label_requirement(
+    operator: str, values: list[str], labels: dict[str, str], *, expected: bool
+) -> None:
+    requirement = {"key": "zone", "operator": operator, "values": values}
+    selector = LabelSelector.model_validate({"matchExpressions": [requirement]})
+
+    assert selector.matches(labels) is expected
+
+
+def test_selector_needs_every_label_and_an_empty_one_takes_all() -> None:
+    selector = LabelSelector(match_labels={"app": "engine", "tier": "gold"})
+
+    assert selector.matches({"app": "engine", "tier": "gold", "more": "x"})
+    assert not selector.matches({"app": "engine"})
+    assert LabelSelector().matches({})
+
+
+@pytest.mark.parametrize(
+    ("allowed", "namespace", "expected"),
+    [
+        ({"from": "All"}, "other", True),
+        ({"from": "Same"}, "own", True),
+        ({"from": "Same"}, "other", False),
+        ({"from": "Selector", "selector": {"matchLabels": {"team": "a"}}}, "other", True),
+        ({"from": "Selector", "selector": {"matchLabels": {"team": "b"}}}, "own", False),
+        ({"from": "Selector"}, "own", False),
+    ],
+)
+def test_namespaces_let_in(allowed: dict[str, object], namespace: str, *, expected: bool) -> None:
+    rule = AllowedNamespaces.model_validate(allowed)
+
+    is_allowed = rule.allows(namespace=namespace, own_namespace="own", labels={"team": "a"})
+
+    assert is_allowed is expected
+
+
+def test_every_field_without_effect_is_named() -> None:
+    assert unenforced(full_manifest("PriorityTier")) == (
+        "spec.reservedSharePercent",
+        "spec.preemption",
+        "spec.waitWindow",
+    )
+    assert unenforced(full_manifest("PreemptionPolicy")) == (
+        "spec.preemptible",
+        "spec.mode",
+        "spec.maxPreemptionsPerRequest",
+        "spec.minQuantumTokens",
+        "spec.reclaim",
+    )
+    assert unenforced(full_manifest("ServiceLevel")) == (
+        "spec.ttft",
+        "spec.itl",
+        "spec.queueTimeout",
+        "spec.requestTimeout",
+        "spec.onOverload",
+        "spec.window",
+    )
+    assert unenforced(policy_with_references()) == (
+        "spec.allowedTiers",
+        "spec.kv.borrowingLimitPercent",
+        "spec.kv.lendablePercent",
+        "spec.rate",
+        "spec.concurrency",
+        "spec.prefixCache",
+        "spec.stopPolicy",
+    )
+    assert unenforced(full_manifest("EnginePool")) == (
+        "spec.replicas",
+        "spec.batching.waitWindow",
+        "spec.batching.prefillChunk",
+        "spec.batching.maxPartialPrefills",
+        "spec.kv.estimate",
+        "spec.autoscaling",
+        "spec.drain",
+    )
+
+
+def test_inline_parts_name_their_fields_without_effect() -> None:
+    manifest = changed(
+        minimal_manifest("TenantPolicy"),
+        {"spec.preemption": {"mode": "Auto"}, "spec.serviceLevel": {"queueTimeout": "3s"}},
+    )
+
+    assert unenforced(manifest) == ("spec.preemption.mode", "spec.serviceLevel.queueTimeout")
+
+
+@pytest.mark.parametrize("kind", KIND_NAMES)
+def test_fields_left_out_are_not_named(kind: str) -> None:
+    assert unenforced(minimal_manifest(kind)) == ()
+
+
+def test_field_set_to_its_default_is_named_and_null_is_not() -> None:
+    manifest = changed(minimal_manifest("TenantPolicy"), {"spec.stopPolicy": "None"})
+    assert unenforced(manifest) == ("spec.stopPolicy",)
+
+    manifest = changed(minimal_manifest("TenantPolicy"), {"spec.rate": None})
+    assert unenforced(manifest) == ()
+
+
+def test_field_without_effect_in_a_list_is_named_once() -> None:
+    class Item(Model):
+        flag: Annotated[bool, NOT_ENFORCED_YET] = False
+
+    class Spec(Model):
+        items: tuple[Item, ...] = ()
+
+    spec = Spec.model_validate({"items": [{"flag": True}, {}, {"flag": False}]})
+
+    assert unenforced_fields(spec) == ("spec.items[].flag",)
