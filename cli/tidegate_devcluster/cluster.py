@@ -24,6 +24,7 @@ from tidegate_devcluster.processes import Lifeline
 from tidegate_devcluster.progress import Progress
 from tidegate_devcluster.redis_server import LOOPBACK, RedisServer
 from tidegate_devcluster.service_proxy import ServiceProxy
+from tidegate_devcluster.tcp import forwarded
 
 NetworkChoice = Literal["auto", "bridge", "loopback"]
 POLL_SECONDS = 0.1
@@ -102,6 +103,10 @@ class DevCluster:
     ) -> None:
         await self._exits.aclose()
 
+    def pod_kubeconfig(self, name: str, groups: Sequence[str] = ()) -> Path:
+        """Writes a kubeconfig of a user that works from pods and from this machine alike."""
+        return self.control_plane.user_kubeconfig(name, groups, host=self.kubelet.host_address)
+
     def kubectl(
         self,
         *arguments: str,
@@ -123,6 +128,11 @@ class DevCluster:
         exits.callback(network.close)
         self._progress("cluster: starting the control plane and Redis")
         await _in_thread_to_the_end(lambda: self._start_servers(exits, network, lifeline))
+        if network.host_address != LOOPBACK:
+            port = self.control_plane.port
+            await exits.enter_async_context(
+                forwarded((network.host_address, port), (LOOPBACK, port))
+            )
         self.kubelet = await exits.enter_async_context(
             ProcessKubelet(
                 self.root / "kubelet",
@@ -171,7 +181,13 @@ class DevCluster:
                 )
             )
             self.control_plane = started.enter_context(
-                ControlPlane(self.root, self._assets, controllers=True, lifeline=lifeline)
+                ControlPlane(
+                    self.root,
+                    self._assets,
+                    controllers=True,
+                    hosts=[network.host_address],
+                    lifeline=lifeline,
+                )
             )
             exits.push(started.pop_all())
         self.kubeconfig = self.control_plane.kubeconfig

@@ -45,16 +45,29 @@ class ControlPlane:
     kubeconfig: Path
 
     def __init__(
-        self, root: Path, assets: Assets, *, controllers: bool, lifeline: Lifeline | None = None
+        self,
+        root: Path,
+        assets: Assets,
+        *,
+        controllers: bool,
+        hosts: Sequence[str] = (),
+        lifeline: Lifeline | None = None,
     ) -> None:
-        """Keeps data, keys and logs under `root`.
+        """Starts nothing yet.
 
-        Without controllers no Pod runs, no Deployment is expanded and no namespace ends; enough
-        for custom resources, and half a gigabyte of memory less.
+        Args:
+            root: Folder of data, keys and logs.
+            assets: Gives the binaries.
+            controllers: Without, no Pod runs, no Deployment is expanded and no namespace ends;
+                enough for custom resources, and less to start.
+            hosts: Further addresses by which the API server may be called, if somebody forwards
+                them: its certificate holds for them.
+            lifeline: Removes all when this process is killed; one of its own without.
         """
         self._root = root
         self._assets = assets
         self._controllers = controllers
+        self._hosts = ("127.0.0.1", "localhost", "kubernetes", *hosts)
         self._given_lifeline = lifeline
         self._exits = ExitStack()
         self.children: list[Child] = []
@@ -75,9 +88,23 @@ class ControlPlane:
     ) -> None:
         self._exits.close()
 
-    def user_kubeconfig(self, name: str, groups: Sequence[str] = ()) -> Path:
-        """Writes the kubeconfig of another user, who may do what RBAC grants."""
-        return self._pki.kubeconfig(self.server, name, groups)
+    @property
+    def port(self) -> int:
+        """The API server's port."""
+        return int(self.server.rpartition(":")[2])
+
+    def user_kubeconfig(
+        self, name: str, groups: Sequence[str] = (), *, host: str | None = None
+    ) -> Path:
+        """Writes the kubeconfig of another user, who may do what RBAC grants.
+
+        Args:
+            name: The user's name.
+            groups: Its groups.
+            host: One of the further addresses; loopback without.
+        """
+        server = self.server if host is None else f"https://{host}:{self.port}"
+        return self._pki.kubeconfig(server, name, groups)
 
     def _start(self) -> None:
         self._pki = Pki(self._root / "pki")
@@ -132,13 +159,13 @@ class ControlPlane:
 
     def _start_api_server(self, etcd_url: str) -> Child:
         pki = self._pki
-        certificate, key = pki.server("kube-apiserver", ["127.0.0.1", "localhost", "kubernetes"])
+        certificate, key = pki.server("kube-apiserver", self._hosts)
         proxy_certificate, proxy_key = pki.user("front-proxy-client")
         arguments = [
             f"--etcd-servers={etcd_url}",
             "--bind-address=127.0.0.1",
             "--advertise-address=127.0.0.1",
-            f"--secure-port={self.server.rpartition(':')[2]}",
+            f"--secure-port={self.port}",
             f"--tls-cert-file={certificate}",
             f"--tls-private-key-file={key}",
             f"--client-ca-file={pki.ca}",
@@ -200,6 +227,9 @@ class ControlPlane:
             "--bind-address=127.0.0.1",
             f"--secure-port={port}",
             "--leader-elect=false",
+            # The defaults spare a busy server; here they would only delay the first pods.
+            "--kube-api-qps=500",
+            "--kube-api-burst=1000",
         ]
         child = self._child(name, [*common, *arguments])
         return child, f"https://127.0.0.1:{port}/healthz"

@@ -169,6 +169,7 @@ class ProcessKubelet:
             "capacity": self._allocatable.to_json(),
             "allocatable": self._allocatable.to_json(),
             "conditions": [condition],
+            "nodeInfo": _node_info(),
             "addresses": [
                 {"type": "InternalIP", "address": self.host_address},
                 {"type": "Hostname", "address": self.node_name},
@@ -247,6 +248,20 @@ class ProcessKubelet:
         for run in runs:
             run.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
+
+
+def _node_info() -> Json:
+    known = {
+        "kernelVersion": platform.release(),
+        "osImage": platform.platform(),
+        "operatingSystem": platform.system().lower(),
+        "architecture": platform.machine(),
+        "containerRuntimeVersion": "process://1",
+        "kubeletVersion": "process",
+    }
+    # The API wants every field, also where there is nothing to say.
+    unknown = ("machineID", "systemUUID", "bootID", "kubeProxyVersion")
+    return {**dict.fromkeys(unknown, ""), **known}
 
 
 def _is_to_run(pod: Json) -> bool:

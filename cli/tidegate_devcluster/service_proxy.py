@@ -11,10 +11,10 @@ from pathlib import Path
 from types import TracebackType
 
 from tidegate_devcluster.api import Change, Json, KubernetesApi, Listing
+from tidegate_devcluster.tcp import Connection, join
 
 SERVICE_LABEL = "kubernetes.io/service-name"
 ENDPOINT_SLICES = "/apis/discovery.k8s.io/v1/endpointslices"
-PIECE_BYTES = 65536
 CONNECT_SECONDS = 5.0
 
 Address = tuple[str, int]
@@ -119,14 +119,12 @@ class ServiceProxy:
     ) -> None:
         address, backend = await self._connect(service, port)
         try:
-            await _join((reader, writer), backend)
+            await join((reader, writer), backend)
         finally:
             backend[1].transport.abort()
             service.open_connections[address] -= 1
 
-    async def _connect(
-        self, service: _Service, port: str | None
-    ) -> tuple[Address, tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def _connect(self, service: _Service, port: str | None) -> tuple[Address, Connection]:
         refused: set[Address] = set()
         async with asyncio.timeout(self._wait_seconds):
             while True:
@@ -201,32 +199,6 @@ class ServiceProxy:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _join(
-    one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-    other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
-) -> None:
-    """Passes bytes both ways until both directions have ended or one has broken."""
-    ways = [
-        asyncio.create_task(_pass_on(one[0], other[1])),
-        asyncio.create_task(_pass_on(other[0], one[1])),
-    ]
-    try:
-        # The first break ends both; an end passes on as an end, and the other way goes on.
-        await asyncio.gather(*ways)
-    finally:
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while piece := await reader.read(PIECE_BYTES):
-        writer.write(piece)
-        await writer.drain()
-    writer.write_eof()
-    await writer.drain()
 
 
 def _count(service: _Service, address: Address) -> None:
