@@ -22,7 +22,7 @@ class ResourceWatch:
     num_writes: int
 
     def __init__(self, kubeconfig: Path, *, namespace: str, plural: str) -> None:
-        """Prepare; the watch runs inside the context."""
+        """Prepare; inside the context, everything is seen from the start."""
         self.num_writes = 0
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{plural}"
         self._plural = plural
@@ -31,10 +31,12 @@ class ResourceWatch:
         # By name and condition: by generation, when the watch first brought it as True.
         self._true_at: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
         self._changed = asyncio.Event()
+        self._listed = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         await self._api.__aenter__()
         self._task = asyncio.create_task(self._follow())
+        await self._listed.wait()
         return self
 
     async def __aexit__(
@@ -93,6 +95,7 @@ class ResourceWatch:
                 self._items = {item["metadata"]["name"]: item for item in news.items}
                 for item in news.items:
                     self._note(item)
+                self._listed.set()
             else:
                 self._take(news)
             self._changed.set()

@@ -71,10 +71,14 @@ class LocalTidegate:
         namespace: Of pool, policies and engines.
         keys: API key by tenant.
         cluster: The control plane and what runs its pods.
+        operator: Its process.
+        model: Name of the model that the engines serve.
         work_folder: Logs and data; removed at the end unless starting failed.
     """
 
     cluster: DevCluster
+    operator: OperatorChild
+    model: str
     work_folder: Path
 
     def __init__(
@@ -106,6 +110,7 @@ class LocalTidegate:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._tell("stopping everything")
         await self._exits.aclose()
         if kind is not None and issubclass(kind, Exception):
             self._tell(f"logs are kept in {self.work_folder}")
@@ -223,7 +228,8 @@ class LocalTidegate:
             await pools.when_true(POOL, "Programmed", generation=1, limit_seconds=30)
             for tenant in TENANTS:
                 await policies.when_true(tenant, "Programmed", generation=1, limit_seconds=30)
-        tell("every policy is Programmed in every engine")
+        self.model = await self._served_model()
+        tell(f"every policy is Programmed in every engine; the model is {self.model}")
 
     async def _start_operator_child(self, exits: AsyncExitStack) -> None:
         signing_key_file = self.work_folder / "signing-key.pem"
@@ -262,6 +268,15 @@ class LocalTidegate:
                 **(self.settings.engine_environment or {}),
             },
         )
+
+    async def _served_model(self) -> str:
+        headers = {"Authorization": f"Bearer {self.keys['gold']}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{self.base_url}/models", raise_for_status=True) as response,
+        ):
+            listing = await response.json()
+        return str(listing["data"][0]["id"])
 
     def _remove_work_folder(self) -> None:
         shutil.rmtree(self.work_folder, ignore_errors=True)

@@ -1,0 +1,124 @@
+"""The `tidegate` command."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
+from tidegate_cli.demo import DemoSettings, run_demo
+from tidegate_cli.errors import CommandError
+from tidegate_cli.local import LocalSettings
+from tidegate_cli.up import stay_up
+from tidegate_devcluster.errors import DevClusterError
+from tidegate_devcluster.progress import to_stderr
+from tidegate_operator.crds import crd_files, write_crds
+
+FAILED = 1
+INTERRUPTED = 130
+"""Exit codes: what was asked for did not hold or could not be done; Ctrl-C came before the end."""
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", dir_okay=False, help="Also write the figures to this file, as JSON."),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Shorter and less precise, same figures.")]
+Replicas = Annotated[int, typer.Option(min=1, max=64, help="Engine pods.")]
+
+app = typer.Typer(
+    name="tidegate",
+    help="Multi-tenant LLM inference scheduling on Kubernetes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure; every benchmark prints a table.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@app.command()
+def up(
+    replicas: Replicas = 2,
+    simulated: Annotated[
+        bool, typer.Option("--simulated", help="Engines that compute nothing and start at once.")
+    ] = False,
+) -> None:
+    """Run everything on this machine, with sample policies, until Ctrl-C."""
+    local = LocalSettings(replicas=replicas, executor="simulated" if simulated else "torch")
+    run_to_end(stay_up(Console(), local=local, progress=to_stderr), interrupted=0)
+
+
+@app.command()
+def demo(json_file: JsonFile = None, quick: Quick = False) -> None:
+    """Show a policy change take effect under recorded traffic; ends by itself."""
+    settings = DemoSettings.quick() if quick else DemoSettings()
+    run_to_end(run_demo(Console(), settings=settings, progress=to_stderr, json_file=json_file))
+
+
+@app.command()
+def crds(
+    directory: Annotated[
+        Path | None, typer.Option("--output", file_okay=False, help="Write one file per kind here.")
+    ] = None,
+) -> None:
+    """Print the custom resource definitions, for `kubectl apply --server-side -f -`."""
+    if directory is not None:
+        write_crds(directory)
+    else:
+        typer.echo("---\n".join(crd_files().values()), nl=False)
+
+
+@bench.command()
+def propagation(  # noqa: PLR0917 - typer passes options by name
+    policies: Annotated[
+        int, typer.Option(min=3, max=10_000, help="TenantPolicies of the pool.")
+    ] = 50,
+    engines: Annotated[int, typer.Option(min=1, max=64, help="Engine pods, simulated.")] = 2,
+    changes: Annotated[int, typer.Option(min=1, max=10_000, help="Changes, one by one.")] = 50,
+    seed: Annotated[int, typer.Option(help="Chooses the changed policies.")] = 1,
+    json_file: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Measure the time from a change in the API to Programmed=True."""
+    settings = PropagationSettings(policies=policies, engines=engines, changes=changes, seed=seed)
+    if quick:
+        settings = settings.quick()
+    run_to_end(
+        run_propagation(Console(), settings=settings, progress=to_stderr, json_file=json_file)
+    )
+
+
+def run_to_end(work: Coroutine[None, None, None], *, interrupted: int = INTERRUPTED) -> None:
+    """Run a command's work; what fails is told in one line, without a traceback.
+
+    Args:
+        work: Cleans up after itself when it is cancelled, as Ctrl-C and SIGTERM do.
+        interrupted: Exit code after Ctrl-C or SIGTERM.
+
+    Raises:
+        typer.Exit: The work failed or was interrupted.
+    """
+    try:
+        asyncio.run(_cancelled_by_sigterm(work))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise typer.Exit(interrupted) from None
+    except (CommandError, DevClusterError) as error:
+        sys.stderr.write(f"tidegate: {error}\n")
+        raise typer.Exit(FAILED) from None
+
+
+async def _cancelled_by_sigterm(work: Coroutine[None, None, None]) -> None:
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await work
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
