@@ -119,20 +119,19 @@ class KubernetesApi:
                 self._server + path, params=query, timeout=timeout
             ) as answer:
                 await _raise_for_status("GET", path, answer)
-                async for line in _lines(answer.content):
-                    event = json.loads(line)
-                    item = event["object"]
-                    if event["type"] == "ERROR":
-                        raise ApiError(
-                            "WATCH",
-                            path,
-                            item.get("code", GONE),
-                            reason=item.get("reason", ""),
-                            message=item.get("message", ""),
-                        )
-                    version = item["metadata"]["resourceVersion"]
-                    if event["type"] != "BOOKMARK":
-                        yield Change(item, is_gone=event["type"] == "DELETED")
+                try:
+                    async for line in _lines(answer.content):
+                        event = json.loads(line)
+                        item = event["object"]
+                        if event["type"] == "ERROR":
+                            raise _watch_error(path, item)
+                        version = item["metadata"]["resourceVersion"]
+                        if event["type"] != "BOOKMARK":
+                            yield Change(item, is_gone=event["type"] == "DELETED")
+                finally:
+                    # Otherwise TLS says goodbye in the background, longer than the session lives.
+                    if answer.connection is not None and answer.connection.transport is not None:
+                        answer.connection.transport.abort()
 
     async def _request(
         self,
@@ -153,6 +152,16 @@ class KubernetesApi:
             await _raise_for_status(method, path, answer)
             received: Json = await answer.json()
             return received
+
+
+def _watch_error(path: str, status: Json) -> ApiError:
+    return ApiError(
+        "WATCH",
+        path,
+        status.get("code", GONE),
+        reason=status.get("reason", ""),
+        message=status.get("message", ""),
+    )
 
 
 async def _raise_for_status(method: str, path: str, answer: aiohttp.ClientResponse) -> None:
