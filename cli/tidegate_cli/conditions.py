@@ -49,6 +49,8 @@ class ResourceWatch:
         with suppress(asyncio.CancelledError):
             await self._task
         await self._api.__aexit__(kind, error, trace)
+        # Gives the aborted connection the turn of the event loop in which it is closed.
+        await asyncio.sleep(0)
 
     async def when_true(
         self, name: str, condition: str, *, generation: int, limit_seconds: float

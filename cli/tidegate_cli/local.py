@@ -246,6 +246,8 @@ class LocalTidegate:
 
     async def _apply_all(self) -> None:
         await self.apply([namespace_object(self.namespace)])
+        # Pods are refused before it exists, and the Deployment would back off.
+        await self.kubectl("wait", "--for=create", "serviceaccount/default", "--timeout=30s")
         secrets = [key_secret(self.namespace, tenant, key) for tenant, key in self.keys.items()]
         await self.apply([*secrets, *self._workload.objects()])
         for name in ("tiers.yaml", "pool.yaml", "tenants.yaml"):
@@ -265,6 +267,9 @@ class LocalTidegate:
                 "TIDEGATE_EXECUTOR": self.settings.executor,
                 "TIDEGATE_KV_BLOCKS": str(self.settings.kv_blocks),
                 "TIDEGATE_MAX_NUM_SEQS": str(self.settings.max_num_seqs),
+                # Shorter than the pod's grace, so that engines end by themselves.
+                "TIDEGATE_DRAIN_SECONDS": "5",
+                "TIDEGATE_STATE_DIR": f"{self.work_folder}/engines/$(TIDEGATE_POD_NAME)",
                 **(self.settings.engine_environment or {}),
             },
         )
