@@ -1,0 +1,107 @@
+"""What the engine's thread tells the others: steps, counts, policies in force."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from tidegate_engine.core.request import SchedulerStats, TokenOutput
+
+
+class CancelCause(enum.StrEnum):
+    """Why a request was taken out before its end."""
+
+    DISCONNECT = "disconnect"
+    DELETE = "delete"
+    SLOW_READER = "slow_reader"
+    SIBLING_REFUSED = "sibling_refused"
+    DRAIN = "drain"
+    ENGINE_FAILED = "engine_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CancelKey:
+    """What cancels are counted by.
+
+    Attributes:
+        state: `waiting` or `running` when the cancel took effect.
+    """
+
+    tenant: str
+    cause: CancelCause
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """The engine at a step boundary.
+
+    Attributes:
+        cancelled: Since the start.
+        tokens_after_cancel: Tokens computed for requests whose cancel had taken effect before the
+            step was planned; anything but 0 is a defect.
+    """
+
+    scheduler: SchedulerStats
+    cancelled: Mapping[CancelKey, int]
+    tokens_after_cancel: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one step did, for those who wait and for the metrics.
+
+    Attributes:
+        planned_at: Clock when planning began.
+        committed_at: Clock when the tokens were there.
+        step_seconds: Spent executing.
+        scheduler_seconds: Spent planning and committing.
+        batch_size: Rows in the forward pass.
+        decode_tokens: Rows that computed one token and sampled from it.
+        admitted: Requests that joined the batch.
+        failed: Requests that were dropped because the step did not complete.
+        failure: Why; empty when it completed.
+    """
+
+    step: int
+    planned_at: float
+    committed_at: float
+    step_seconds: float = 0.0
+    scheduler_seconds: float = 0.0
+    batch_size: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    admitted: tuple[str, ...] = ()
+    outputs: tuple[TokenOutput, ...] = ()
+    failed: tuple[str, ...] = ()
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyApplied:
+    """A policy took effect.
+
+    Attributes:
+        step: The first step that is planned under it.
+        seconds: Since it was handed to the loop.
+    """
+
+    revision: int
+    step: int
+    seconds: float
+
+
+class EngineListener(Protocol):
+    """Hears of what happens in the engine's thread; called in that thread, so it must be brief."""
+
+    def step_done(self, report: StepReport) -> None:
+        """A step ended, or requests ended without one."""
+        ...
+
+    def policy_applied(self, applied: PolicyApplied) -> None:
+        """A new policy is in force."""
+        ...
+
+    def engine_stopped(self) -> None:
+        """The thread ends; nothing more will come."""
+        ...

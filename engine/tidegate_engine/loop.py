@@ -1,0 +1,343 @@
+"""The engine's own thread: takes commands between steps, plans, executes, commits.
+
+The thread owns scheduler and executor; nobody else touches them. Commands come through a queue and
+are carried out at step boundaries, which is what makes "from the next step on" true for a cancel
+or a policy. What a step gave is told to a listener once per step, however many tokens it holds.
+"""
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from tidegate_engine.core.plan import PlanRow, StepPlan, StepResult
+from tidegate_engine.core.request import (
+    FinishReason,
+    Rejection,
+    Request,
+    TokenOutput,
+)
+from tidegate_engine.core.scheduler import Scheduler
+from tidegate_engine.events import (
+    CancelCause,
+    CancelKey,
+    EngineListener,
+    EngineStats,
+    PolicyApplied,
+    StepReport,
+)
+from tidegate_engine.executor.base import Executor, ExecutorError
+from tidegate_policies.snapshot import PolicySnapshot
+
+IDLE_POLL_SECONDS = 0.05
+"""How often to plan anew when there is work that can't run: whatever frees it may be only time."""
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine's thread has ended and takes no commands."""
+
+
+T = TypeVar("T")
+
+
+class _Command(Generic[T]):
+    """Something to do in the engine's thread, and where its answer goes."""
+
+    def __init__(self, act: Callable[[], T], answer: "Future[T]") -> None:
+        self._act = act
+        self._answer = answer
+
+    def carry_out(self) -> None:
+        if not self._answer.set_running_or_notify_cancel():
+            return
+        try:
+            answer = self._act()
+        except BaseException as error:
+            self._answer.set_exception(error)
+            raise
+        self._answer.set_result(answer)
+
+    def refuse(self) -> None:
+        if self._answer.set_running_or_notify_cancel():
+            self._answer.set_exception(EngineStoppedError("the engine has stopped"))
+
+
+class _Times(NamedTuple):
+    """Clock readings of one step."""
+
+    began: float
+    planned: float
+    executed: float
+
+
+@dataclass(slots=True, kw_only=True)
+class _Live:
+    tenant: str
+    is_running: bool = False
+
+
+class EngineLoop:
+    """Drives one scheduler with one executor in a thread of its own."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: Executor,
+        listener: EngineListener,
+        clock: Callable[[], float],
+    ) -> None:
+        """Prepare; `start` begins.
+
+        Args:
+            scheduler: Owned from here on.
+            executor: Owned from here on.
+            listener: Told of every step.
+            clock: Monotonic, in seconds; only differences matter.
+        """
+        self._scheduler = scheduler
+        self._executor = executor
+        self._listener = listener
+        self._clock = clock
+        self._commands: queue.SimpleQueue[_Command[Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._has_ended = False
+        self._is_stopping = False
+        self._live: dict[str, _Live] = {}
+        self._cancelled: Counter[CancelKey] = Counter()
+        self._tokens_after_cancel = 0
+        self._revision = scheduler.revision
+        self._policy_handed_at: dict[int, float] = {}
+        self._last_stats = self._count()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
+    def last_stats(self) -> EngineStats:
+        """The newest answer to `stats`, for those who can't wait for a long step to end."""
+        return self._last_stats
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the step in flight, and wait for it. Requests that are left get no answer."""
+        if self._thread.is_alive():
+            self._ask(self._begin_stop)
+            self._thread.join()
+
+    def submit(self, request: Request) -> "Future[Rejection | None]":
+        """Queue a request at the next step boundary; the answer is None when it was accepted."""
+        return self._ask(lambda: self._submit(request))
+
+    def cancel(self, request_id: str, cause: CancelCause) -> "Future[bool]":
+        """Take a request out: no step planned from the next boundary on contains it.
+
+        Returns:
+            Whether it was alive then.
+        """
+        return self._ask(lambda: self._cancel(request_id, cause))
+
+    def finish(self, request_id: str) -> "Future[bool]":
+        """End a request whose text is complete: it counts as finished, not as cancelled."""
+        return self._ask(lambda: self._finish(request_id))
+
+    def apply_policy(self, snapshot: PolicySnapshot, revision: int) -> "Future[None]":
+        """Put a policy in force with the next plan; `policy_applied` tells when that is so."""
+        handed_at = self._clock()
+        return self._ask(lambda: self._apply_policy(snapshot, revision, handed_at))
+
+    def stats(self) -> "Future[EngineStats]":
+        """Count at the next step boundary."""
+        return self._ask(self._count)
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            was_idle = True
+            while True:
+                self._take_commands(may_wait=was_idle)
+                if self._is_stopping:
+                    break
+                was_idle = not self._step()
+        finally:
+            self._end()
+
+    def _take_commands(self, *, may_wait: bool) -> None:
+        """Carry out what has come; with nothing to compute, wait for something to come."""
+        if may_wait:
+            timeout = IDLE_POLL_SECONDS if self._scheduler.has_work else None
+            try:
+                self._commands.get(timeout=timeout).carry_out()
+            except queue.Empty:
+                return
+        while not self._commands.empty():
+            self._commands.get().carry_out()
+
+    def _step(self) -> bool:
+        """Plan, execute, commit.
+
+        Returns:
+            Whether there was anything to compute.
+        """
+        began = self._clock()
+        plan = self._scheduler.plan_step(began)
+        planned = self._clock()
+        self._note_policy(plan, planned)
+        self._note_moves(plan)
+        ended = tuple(
+            TokenOutput(request_id=i, token=None, finish_reason=FinishReason.LENGTH)
+            for i in plan.ended
+        )
+        if not plan.rows:
+            if ended:
+                self._tell(
+                    StepReport(
+                        step=plan.step, planned_at=began, committed_at=planned, outputs=ended
+                    )
+                )
+            return False
+        try:
+            result = self._executor.execute(plan)
+        except ExecutorError as error:
+            self._fail(plan, ended, error, began)
+            return True
+        self._commit(plan, result, ended, _Times(began, planned, self._clock()))
+        return True
+
+    def _commit(
+        self, plan: StepPlan, result: StepResult, ended: tuple[TokenOutput, ...], times: "_Times"
+    ) -> None:
+        outputs = self._scheduler.commit_step(plan, result, times.executed)
+        committed = self._clock()
+        decodes = sum(1 for row in plan.rows if _is_decode(row))
+        self._tell(
+            StepReport(
+                step=plan.step,
+                planned_at=times.began,
+                committed_at=committed,
+                step_seconds=times.executed - times.planned,
+                scheduler_seconds=times.planned - times.began + committed - times.executed,
+                batch_size=len(plan.rows),
+                prefill_tokens=sum(len(row.token_ids) for row in plan.rows) - decodes,
+                decode_tokens=decodes,
+                admitted=plan.admitted,
+                outputs=ended + outputs,
+            )
+        )
+
+    def _fail(
+        self, plan: StepPlan, ended: tuple[TokenOutput, ...], error: ExecutorError, began: float
+    ) -> None:
+        """Drop the requests whose step broke; the others go on."""
+        now = self._clock()
+        failed = self._scheduler.abandon_step(plan, now)
+        for request_id in failed:
+            self._book_cancel(request_id, CancelCause.ENGINE_FAILED)
+        self._tell(
+            StepReport(
+                step=plan.step,
+                planned_at=began,
+                committed_at=now,
+                admitted=plan.admitted,
+                outputs=ended,
+                failed=failed,
+                failure=str(error),
+            )
+        )
+
+    def _tell(self, report: StepReport) -> None:
+        for output in report.outputs:
+            if output.request_id not in self._live and output.token is not None:
+                self._tokens_after_cancel += 1
+            if output.finish_reason is not None:
+                self._live.pop(output.request_id, None)
+        self._listener.step_done(report)
+
+    def _note_policy(self, plan: StepPlan, now: float) -> None:
+        if plan.revision == self._revision:
+            return
+        self._revision = plan.revision
+        handed_at = self._policy_handed_at.pop(plan.revision, now)
+        # Those that were overtaken in the scheduler's mailbox never take effect.
+        self._policy_handed_at.clear()
+        # Without rows the number is that of the last step: the next one is the first under it.
+        step = plan.step if plan.rows else plan.step + 1
+        self._listener.policy_applied(
+            PolicyApplied(revision=plan.revision, step=step, seconds=now - handed_at)
+        )
+
+    def _note_moves(self, plan: StepPlan) -> None:
+        for request_id in plan.preempted:
+            self._live[request_id].is_running = False
+        for request_id in plan.admitted:
+            self._live[request_id].is_running = True
+
+    def _end(self) -> None:
+        with self._lock:
+            self._has_ended = True
+        while not self._commands.empty():
+            self._commands.get().refuse()
+        self._listener.engine_stopped()
+
+    # -- commands, carried out in the thread -----------------------------------------------------
+
+    def _ask(self, act: "Callable[[], T]") -> "Future[T]":
+        answer: Future[T] = Future()
+        command = _Command(act, answer)
+        # Under the lock, so that no command slips in behind the last look at the queue.
+        with self._lock:
+            if not self._has_ended:
+                self._commands.put(command)
+                return answer
+        command.refuse()
+        return answer
+
+    def _begin_stop(self) -> None:
+        self._is_stopping = True
+
+    def _submit(self, request: Request) -> Rejection | None:
+        rejection = self._scheduler.submit(request, self._clock())
+        if rejection is None:
+            self._live[request.request_id] = _Live(tenant=request.tenant)
+        return rejection
+
+    def _cancel(self, request_id: str, cause: CancelCause) -> bool:
+        was_alive = self._scheduler.cancel(request_id, self._clock())
+        if was_alive:
+            self._book_cancel(request_id, cause)
+        return was_alive
+
+    def _book_cancel(self, request_id: str, cause: CancelCause) -> None:
+        live = self._live.pop(request_id)
+        state = "running" if live.is_running else "waiting"
+        self._cancelled[CancelKey(tenant=live.tenant, cause=cause, state=state)] += 1
+
+    def _finish(self, request_id: str) -> bool:
+        self._live.pop(request_id, None)
+        return self._scheduler.finish(request_id, self._clock())
+
+    def _apply_policy(self, snapshot: PolicySnapshot, revision: int, handed_at: float) -> None:
+        self._policy_handed_at[revision] = handed_at
+        self._scheduler.apply_policy(snapshot, revision)
+
+    def _count(self) -> EngineStats:
+        self._last_stats = EngineStats(
+            scheduler=self._scheduler.stats(),
+            cancelled=dict(self._cancelled),
+            tokens_after_cancel=self._tokens_after_cancel,
+        )
+        return self._last_stats
+
+
+def _is_decode(row: PlanRow) -> bool:
+    return row.samples and len(row.token_ids) == 1

@@ -1,0 +1,234 @@
+"""The engine as a process: start, serve, drain, stop."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+from prometheus_client import disable_created_metrics
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from tidegate_engine.bridge import engine_stats
+from tidegate_engine.core.limits import EngineLimits
+from tidegate_engine.core.request import SchedulerStats
+from tidegate_engine.core.scheduler import Scheduler
+from tidegate_engine.model.errors import ModelLoadError
+from tidegate_engine.parts import Parts, load_parts
+from tidegate_engine.policy_source import PolicySource, ed25519_verifier
+from tidegate_engine.reports import Reporter
+from tidegate_engine.server.app import create_app
+from tidegate_engine.server.service import Service, assemble
+from tidegate_engine.settings import Settings, SettingsError
+from tidegate_engine.state_file import StateFile
+
+EXIT_FAILED = 1
+EXIT_BAD_SETTINGS = 2
+
+_HEARTBEAT_PATIENCE_SECONDS = 0.5
+"""How long a report waits for the step in flight; it must come well before it would expire."""
+
+_FLUSH_SECONDS = 3
+"""How long clients may take to read the last bytes of their answers when the engine stops."""
+
+_BACKLOG = 2048
+_log = logging.getLogger("tidegate_engine")
+
+
+def main() -> int:
+    """Run an engine from the environment until SIGTERM.
+
+    Returns:
+        The exit code: 0 after SIGTERM, 1 when it failed, 2 when a setting is wrong.
+    """
+    try:
+        settings = Settings.from_environment()
+    except SettingsError as error:
+        print(error, file=sys.stderr)  # noqa: T201 (there is no log yet)
+        return EXIT_BAD_SETTINGS
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    disable_created_metrics()  # they would double the tenants' series
+    try:
+        parts = load_parts(settings, created=int(time.time()))
+        # Bound before anything else runs: a port in use ends the start, not the run.
+        listener = _listen(settings)
+    except (ModelLoadError, OSError) as error:
+        _log.error("the engine can't start: %s", error)
+        return EXIT_FAILED
+    with listener:
+        return uvloop.run(run_engine(settings, parts, listener))
+
+
+async def run_engine(settings: Settings, parts: Parts, listener: socket.socket) -> int:
+    """Serve on `listener` until SIGTERM or SIGINT.
+
+    Returns:
+        The exit code.
+    """
+    service = assemble(
+        pool=settings.pool,
+        scheduler=_scheduler(settings, parts),
+        executor=parts.executor,
+        model=parts.model,
+        clock=time.monotonic,
+        wall_clock=time.time,
+    )
+    redis = _redis(settings)
+    http = _http_server(service)
+    service.engine.start()
+    _log_start(settings, parts, listener)
+    follow, report = _control_tasks(settings, service, redis)
+    serving = asyncio.create_task(http.serve([listener]))
+    asked_to_stop = asyncio.create_task(_stop_signal().wait())
+    engine_ended = asyncio.create_task(service.stopped.wait())
+    everything = (follow, report, serving, asked_to_stop, engine_ended)
+    try:
+        await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+        if asked_to_stop.done():
+            _log.info("draining, at most %g s", settings.drain_seconds)
+            await service.generations.drain(settings.drain_seconds)
+    finally:
+        failed = await _stop(service, http, everything)
+        await redis.aclose()
+    return EXIT_FAILED if failed else 0
+
+
+async def _stop(
+    service: Service, http: uvicorn.Server, tasks: tuple["asyncio.Task[Any]", ...]
+) -> bool:
+    """Let the last answers out, then end everything.
+
+    Returns:
+        Whether any of `tasks` had ended by a defect, or before it was time.
+    """
+    follow, report, serving, asked_to_stop, engine_ended = tasks
+    failed = not asked_to_stop.done()
+    http.should_exit = True
+    await asyncio.wait({serving})
+    await asyncio.to_thread(service.engine.stop)
+    for task in (follow, report, asked_to_stop, engine_ended):
+        task.cancel()
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for end in ends:
+        if isinstance(end, Exception):
+            _log.error("a part of the engine broke", exc_info=end)
+            failed = True
+    return failed
+
+
+def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    address = (settings.host, settings.port)
+    return socket.create_server(address, family=family, backlog=_BACKLOG)
+
+
+def _scheduler(settings: Settings, parts: Parts) -> Scheduler:
+    capacity = parts.executor.capacity
+    return Scheduler(
+        num_blocks=capacity.num_blocks,
+        block_size=capacity.block_size,
+        limits=EngineLimits(
+            max_num_seqs=settings.max_num_seqs,
+            max_batched_tokens=settings.max_batched_tokens,
+            max_waiting=settings.max_waiting,
+        ),
+    )
+
+
+def _redis(settings: Settings) -> Redis:
+    return Redis.from_url(
+        settings.redis_url,
+        socket_timeout=settings.redis_timeout_seconds,
+        socket_connect_timeout=settings.redis_timeout_seconds,
+        health_check_interval=settings.redis_timeout_seconds,
+        # Once, for connections that the server has closed; what lasts longer is an outage.
+        retry=Retry(NoBackoff(), 1),
+        client_name=settings.pod_name,
+    )
+
+
+def _control_tasks(
+    settings: Settings, service: Service, redis: Redis
+) -> tuple["asyncio.Task[None]", "asyncio.Task[None]"]:
+    """Start following the policy and reporting."""
+    source = PolicySource(
+        pool=settings.pool,
+        redis=redis,
+        verify=ed25519_verifier(settings.verify_key),
+        board=service.board,
+        state=StateFile(settings.policy_file),
+    )
+
+    async def stats() -> SchedulerStats:
+        counted = await engine_stats(service.engine, patience_seconds=_HEARTBEAT_PATIENCE_SECONDS)
+        return counted.scheduler
+
+    reporter = Reporter(
+        pod=settings.pod_name,
+        pool=settings.pool,
+        incarnation=uuid.uuid4().hex,
+        redis=redis,
+        board=service.board,
+        source=source,
+        stats=stats,
+    )
+    return asyncio.create_task(source.run()), asyncio.create_task(reporter.run())
+
+
+class _HttpServer(uvicorn.Server):
+    """Leaves signals to us: a drain has to come before the shutdown."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+
+def _http_server(service: Service) -> uvicorn.Server:
+    return _HttpServer(
+        uvicorn.Config(
+            create_app(service),
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+            server_header=False,
+        )
+    )
+
+
+def _stop_signal() -> asyncio.Event:
+    """Return an event that SIGTERM and SIGINT set."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    return stop
+
+
+def _log_start(settings: Settings, parts: Parts, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    _log.info(
+        "serving %s: %s; %d KV blocks of %d tokens, at most %d requests and %d tokens a step,"
+        " %d waiting; pool %s, pod %s, http://%s:%d",
+        parts.model.name,
+        parts.summary,
+        settings.kv_blocks,
+        settings.block_size,
+        settings.max_num_seqs,
+        settings.max_batched_tokens,
+        settings.max_waiting,
+        settings.pool,
+        settings.pod_name,
+        host,
+        port,
+    )

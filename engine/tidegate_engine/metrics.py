@@ -1,0 +1,216 @@
+"""What the engine measures about itself, for Prometheus.
+
+Tenant series exist for the tenants that the policy in force declares, and for `unknown`; those of
+a tenant that is gone disappear. Totals come from the scheduler's own books at the time of the
+scrape, so that they are exact and cost nothing per token.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tidegate_engine.core.request import TenantStats
+from tidegate_engine.events import EngineStats, PolicyApplied, StepReport
+from tidegate_engine.policy_board import PolicyInForce
+from tidegate_policies.snapshot import UNKNOWN_TENANT
+
+_WATERMARK_VALUES = {"green": 0, "yellow": 1, "red": 2}
+_STEP_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_SCHEDULER_BUCKETS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2)
+_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096)
+_APPLY_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
+# At most 8 each, the last one unbounded: every tenant has its own.
+_QUEUE_BUCKETS = (0.01, 0.05, 0.2, 1.0, 5.0, 20.0, 60.0)
+_TTFT_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 3.0, 10.0)
+_ITL_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 2.0)
+_E2E_BUCKETS = (0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLatencies:
+    """The histograms of one tenant, ready to observe seconds with."""
+
+    queue: Histogram
+    ttft: Histogram
+    itl: Histogram
+    e2e: Histogram
+
+
+class EngineMetrics:
+    """All series of one engine, in a registry of its own."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self._registry = CollectorRegistry()
+        self._step = self._histogram("step_seconds", "Time executing a step", _STEP_BUCKETS)
+        self._batch = self._histogram("step_batch_size", "Requests in a step", _SIZE_BUCKETS)
+        self._scheduler = self._histogram(
+            "scheduler_seconds", "Time planning and committing a step", _SCHEDULER_BUCKETS
+        )
+        self._apply = self._histogram(
+            "policy_apply_seconds",
+            "Time from a policy's arrival in the engine to its effect",
+            _APPLY_BUCKETS,
+        )
+        step_tokens = Histogram(
+            "tidegate_step_tokens",
+            "Tokens computed in a step",
+            ("pool", "kind"),
+            buckets=_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self._prefill = step_tokens.labels(pool, "prefill")
+        self._decode = step_tokens.labels(pool, "decode")
+        self._per_tenant = tuple(
+            Histogram(
+                f"tidegate_{name}_seconds",
+                text,
+                ("pool", "tenant"),
+                buckets=buckets,
+                registry=self._registry,
+            )
+            for name, text, buckets in (
+                ("queue", "Time from arrival to admission", _QUEUE_BUCKETS),
+                ("ttft", "Time from arrival to the first token", _TTFT_BUCKETS),
+                ("itl", "Time between two tokens of a request", _ITL_BUCKETS),
+                ("e2e", "Time from arrival to the last token", _E2E_BUCKETS),
+            )
+        )
+        self._totals = _Totals(pool)
+        self._registry.register(self._totals)
+        self._latencies: dict[str, TenantLatencies] = {}
+        self._declare((UNKNOWN_TENANT,))
+
+    def render(self, stats: EngineStats) -> bytes:
+        """Write all series in Prometheus' text format.
+
+        Args:
+            stats: The engine now.
+        """
+        self._totals.stats = stats
+        return generate_latest(self._registry)
+
+    def observe_step(self, report: StepReport) -> None:
+        """Count one step."""
+        if not report.batch_size:
+            return
+        self._step.observe(report.step_seconds)
+        self._scheduler.observe(report.scheduler_seconds)
+        self._batch.observe(report.batch_size)
+        self._prefill.observe(report.prefill_tokens)
+        self._decode.observe(report.decode_tokens)
+
+    def observe_policy(self, applied: PolicyApplied) -> None:
+        """Count one policy that took effect."""
+        self._apply.observe(applied.seconds)
+
+    def use_policy(self, policy: PolicyInForce) -> None:
+        """Keep series for the tenants of `policy` and `unknown` alone."""
+        self._declare((*(rule.tenant for rule in policy.snapshot.tenants), UNKNOWN_TENANT))
+
+    def latencies(self, tenant: str) -> TenantLatencies | None:
+        """Return the histograms of `tenant`; None when it isn't declared any more."""
+        return self._latencies.get(tenant)
+
+    def _declare(self, tenants: tuple[str, ...]) -> None:
+        self._totals.tenants = tenants
+        kept = set(tenants)
+        for tenant in [t for t in self._latencies if t not in kept]:
+            for histogram in self._per_tenant:
+                histogram.remove(self._pool, tenant)
+            del self._latencies[tenant]
+        for tenant in tenants:
+            if tenant not in self._latencies:
+                queue, ttft, itl, e2e = (h.labels(self._pool, tenant) for h in self._per_tenant)
+                self._latencies[tenant] = TenantLatencies(queue, ttft, itl, e2e)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        histogram = Histogram(
+            f"tidegate_{name}", text, ("pool",), buckets=buckets, registry=self._registry
+        )
+        return histogram.labels(self._pool)
+
+
+class _Totals(Collector):
+    """The scheduler's books as series."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool = pool
+        self.stats: EngineStats | None = None
+        self.tenants: tuple[str, ...] = ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every series once."""
+        if self.stats is None:
+            return
+        yield from self._engine_series(self.stats)
+        yield from self._tenant_series(self.stats)
+
+    def _engine_series(self, stats: EngineStats) -> Iterator[Metric]:
+        engine = stats.scheduler
+        blocks = GaugeMetricFamily(
+            "tidegate_kv_blocks", "KV blocks by state", labels=("pool", "state")
+        )
+        blocks.add_metric((self._pool, "used"), engine.kv_used_blocks)
+        blocks.add_metric((self._pool, "free"), engine.kv_blocks - engine.kv_used_blocks)
+        yield blocks
+        yield self._gauge(
+            "watermark_state",
+            "0 = green, 1 = yellow: no borrowed admission, 2 = red: borrowers are evicted",
+            _WATERMARK_VALUES[engine.watermark],
+        )
+        yield self._gauge("policy_revision", "The policy in force", engine.revision)
+        after = CounterMetricFamily(
+            "tidegate_tokens_after_cancel",
+            "Tokens computed in steps planned after the cancel; more than 0 is a defect",
+            labels=("pool",),
+        )
+        after.add_metric((self._pool,), stats.tokens_after_cancel)
+        yield after
+
+    def _tenant_series(self, stats: EngineStats) -> Iterator[Metric]:
+        tenants = {name: stats.scheduler.tenants.get(name, TenantStats()) for name in self.tenants}
+        requests = GaugeMetricFamily(
+            "tidegate_requests", "Requests in the engine", labels=("pool", "tenant", "state")
+        )
+        tokens = CounterMetricFamily(
+            "tidegate_tokens",
+            "Tokens by kind: prompt tokens computed, output tokens, tokens computed again",
+            labels=("pool", "tenant", "kind"),
+        )
+        counters = GaugeMetricFamily(
+            "tidegate_virtual_counter",
+            "Service divided by weight, as fairness sees it",
+            labels=("pool", "tenant"),
+        )
+        preemptions = CounterMetricFamily(
+            "tidegate_preemptions", "Preemptions", labels=("pool", "tenant", "mode", "cause")
+        )
+        for name, tenant in tenants.items():
+            requests.add_metric((self._pool, name, "running"), tenant.running)
+            requests.add_metric((self._pool, name, "waiting"), tenant.waiting)
+            tokens.add_metric((self._pool, name, "prompt"), tenant.prompt_tokens)
+            tokens.add_metric((self._pool, name, "output"), tenant.output_tokens)
+            tokens.add_metric((self._pool, name, "recomputed"), tenant.recomputed_tokens)
+            counters.add_metric((self._pool, name), tenant.virtual_counter)
+            preemptions.add_metric((self._pool, name, "recompute", "pressure"), tenant.preempted)
+        yield from (requests, tokens, counters, preemptions)
+        cancelled = CounterMetricFamily(
+            "tidegate_cancelled",
+            "Requests taken out before their end",
+            labels=("pool", "tenant", "cause", "state"),
+        )
+        for key, count in stats.cancelled.items():
+            if key.tenant in tenants:
+                labels = (self._pool, key.tenant, key.cause.value, key.state)
+                cancelled.add_metric(labels, count)
+        yield cancelled
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(f"tidegate_{name}", text, labels=("pool",))
+        gauge.add_metric((self._pool,), value)
+        return gauge

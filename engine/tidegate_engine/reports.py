@@ -1,0 +1,131 @@
+"""What the engine says about itself: acknowledgements at once, a heartbeat every second."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+
+from tidegate_engine.core.request import SchedulerStats, TenantStats
+from tidegate_engine.policy_board import PolicyBoard
+from tidegate_engine.policy_source import PolicySource
+from tidegate_policies.wire import (
+    HEARTBEAT_SECONDS,
+    REPORT_EXPIRY_SECONDS,
+    EngineReport,
+    TenantCounters,
+    report_key,
+    reports_channel,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Publishes this engine's reports until cancelled."""
+
+    def __init__(
+        self,
+        *,
+        pod: str,
+        pool: str,
+        incarnation: str,
+        redis: Redis,
+        board: PolicyBoard,
+        source: PolicySource,
+        stats: Callable[[], Awaitable[SchedulerStats]],
+    ) -> None:
+        """Listen to what is worth a report; `run` begins.
+
+        Args:
+            pod: The engine's identity in its pool.
+            pool: `namespace/name`.
+            incarnation: Unique to this start of the process.
+            redis: Its commands must time out.
+            board: Tells the policy in force.
+            source: Tells what was refused, and whether the engine is degraded.
+            stats: Counts, soon: a heartbeat waits for it.
+        """
+        self._pod = pod
+        self._pool = pool
+        self._incarnation = incarnation
+        self._redis = redis
+        self._board = board
+        self._source = source
+        self._stats = stats
+        self._sequence = 0
+        self._is_failing = False
+        self._woken = asyncio.Event()
+        board.on_change.append(lambda _: self._woken.set())
+        source.on_change.append(self._woken.set)
+
+    async def run(self) -> None:
+        """Report now, whenever something changes, and every `HEARTBEAT_SECONDS`."""
+        while True:
+            self._woken.clear()
+            await self._publish(await self._report())
+            try:
+                async with asyncio.timeout(HEARTBEAT_SECONDS):
+                    await self._woken.wait()
+            except TimeoutError:
+                continue
+
+    async def _report(self) -> EngineReport:
+        stats = await self._stats()
+        self._sequence += 1
+        in_force = self._board.in_force
+        return EngineReport(
+            pod=self._pod,
+            pool=self._pool,
+            incarnation=self._incarnation,
+            sequence=self._sequence,
+            revision=in_force.revision if in_force else 0,
+            digest=in_force.digest if in_force else "",
+            step=in_force.step if in_force else 0,
+            refused=self._source.refused,
+            degraded=self._source.degraded,
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_blocks=stats.kv_blocks,
+            kv_used_blocks=stats.kv_used_blocks,
+            tenants=tuple(
+                _counters(name, tenant)
+                for name, tenant in sorted(stats.tenants.items())
+                if _is_worth_telling(tenant)
+            ),
+        )
+
+    async def _publish(self, report: EngineReport) -> None:
+        text = report.to_json()
+        expiry = round(REPORT_EXPIRY_SECONDS * 1000)
+        try:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                pipe.set(report_key(self._pool, self._pod), text, px=expiry)
+                pipe.publish(reports_channel(self._pool), text)
+                await pipe.execute()
+        except (RedisError, OSError) as error:
+            if not self._is_failing:
+                _log.warning("reports can't be published: %s", error)
+            self._is_failing = True
+        else:
+            self._is_failing = False
+
+
+def _is_worth_telling(stats: TenantStats) -> bool:
+    """Whether the tenant has work, or ever had."""
+    is_active = stats.running + stats.waiting > 0
+    return is_active or stats.service > 0 or stats.cancelled > 0 or stats.finished > 0
+
+
+def _counters(name: str, stats: TenantStats) -> TenantCounters:
+    return TenantCounters(
+        tenant=name,
+        running=stats.running,
+        waiting=stats.waiting,
+        kv_used_blocks=stats.kv_used_blocks,
+        output_tokens=stats.output_tokens,
+        service=stats.service,
+        preempted=stats.preempted,
+        cancelled=stats.cancelled,
+    )

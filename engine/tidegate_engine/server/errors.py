@@ -1,0 +1,210 @@
+"""Errors of the HTTP API, in the shape and the words of the OpenAI API.
+
+Codes are stable: clients may act on them. A refusal names its code in `x-tidegate-reason` too, for
+proxies and access logs that don't read bodies.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request as HttpRequest
+
+from tidegate_engine.core.request import Rejection, RejectionCode
+from tidegate_engine.server.json_response import JsonResponse
+
+REASON_HEADER = "x-tidegate-reason"
+UNSUPPORTED = "unsupported_field"
+"""Type of the pydantic error of a known OpenAI field that this engine can't honour."""
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_REJECTION_STATUS = {
+    RejectionCode.PROMPT_TOO_LONG: 400,
+    RejectionCode.EMPTY_PROMPT: 400,
+    RejectionCode.QUEUE_FULL: 503,
+    RejectionCode.UNKNOWN_TENANT: 401,
+    RejectionCode.NO_POLICY: 503,
+}
+_HTTP_CODES = {404: "unknown_path", 405: "method_not_allowed", 413: "body_too_large"}
+_VALIDATION_CODES = {
+    "extra_forbidden": "unknown_field",
+    "json_invalid": "invalid_json",
+    "missing": "missing_field",
+    UNSUPPORTED: UNSUPPORTED,
+}
+
+
+_UNION_BRANCHES = ("str", "list[", "function-after[")
+
+
+class ApiError(Exception):
+    """A request gets an error for an answer.
+
+    Attributes:
+        status: HTTP status.
+        code: Stable and machine-readable.
+        param: The field of the request at fault.
+        retry_after_seconds: When a retry may succeed; None = the same request never will.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.retry_after_seconds = retry_after_seconds
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The response headers that belong to it."""
+        headers = {REASON_HEADER: self.code}
+        if self.retry_after_seconds is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_seconds)))
+        return headers
+
+    def body(self) -> dict[str, Mapping[str, object]]:
+        """Return the OpenAI error object."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": _TYPES.get(self.status, default),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+class InvalidApiKeyError(ApiError):
+    """The caller is no tenant of this pool."""
+
+    def __init__(self) -> None:
+        super().__init__(401, "invalid_api_key", "The API key belongs to no tenant of this pool.")
+
+
+class NoPolicyError(ApiError):
+    """The engine has not received a policy yet, so nobody can be served."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            503,
+            RejectionCode.NO_POLICY.value,
+            "This engine has no policy in force yet.",
+            retry_after_seconds=1,
+        )
+
+
+class EngineDrainingError(ApiError):
+    """The engine shuts down."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            503, "engine_draining", "This engine is shutting down.", retry_after_seconds=1
+        )
+
+
+class EngineFailedError(ApiError):
+    """A step, or the engine's thread, did not survive."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(500, "engine_failed", message)
+
+
+class RequestCancelledError(ApiError):
+    """The tenant cancelled its own request while it ran."""
+
+    def __init__(self) -> None:
+        # 410, as the official client repeats what was answered with 409.
+        super().__init__(410, "request_cancelled", "The request was cancelled.")
+
+
+class SlowReaderError(ApiError):
+    """The client reads more slowly than the engine produces, and the buffer is full."""
+
+    def __init__(self, limit_events: int) -> None:
+        super().__init__(
+            503,
+            "slow_reader",
+            f"The client left more than {limit_events} tokens unread; the request was cancelled.",
+        )
+
+
+def from_rejection(rejection: Rejection) -> ApiError:
+    """Turn the scheduler's refusal into the API's."""
+    if rejection.code is RejectionCode.UNKNOWN_TENANT:
+        return InvalidApiKeyError()
+    is_about_prompt = rejection.code in {
+        RejectionCode.PROMPT_TOO_LONG,
+        RejectionCode.EMPTY_PROMPT,
+    }
+    return ApiError(
+        _REJECTION_STATUS[rejection.code],
+        rejection.code.value,
+        rejection.message,
+        param="prompt" if is_about_prompt else None,
+        retry_after_seconds=rejection.retry_after_seconds,
+    )
+
+
+def from_validation(error: RequestValidationError) -> ApiError:
+    """Name the first field that is wrong."""
+    first = _most_specific(error.errors())
+    kind, context = str(first["type"]), first.get("ctx", {})
+    code = _VALIDATION_CODES.get(kind, "invalid_value")
+    if code == "invalid_json":
+        return ApiError(400, code, f"The body is not JSON: {context.get('error')}.")
+    param = context.get("param") or ".".join(_path(first)) or None
+    if kind == "extra_forbidden":
+        message = f"Unknown field: {param}."
+    else:
+        message = f"{param or 'body'}: {first['msg']}."
+    return ApiError(400, code, message, param=param)
+
+
+def _most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of the first wrong field, the deepest error: the branch of a union that came furthest."""
+    field = errors[0]["loc"][:2]
+    return max((e for e in errors if e["loc"][:2] == field), key=lambda e: len(e["loc"]))
+
+
+def _path(error: Mapping[str, Any]) -> list[str]:
+    """Return where the error is, without "body" and the names of union branches."""
+    parts = [str(part) for part in error["loc"][1:]]
+    return [part for part in parts if not part.startswith(_UNION_BRANCHES)]
+
+
+async def answer_api_error(_: HttpRequest, error: Exception) -> JsonResponse:
+    """Answer with the error object."""
+    if not isinstance(error, ApiError):  # as Starlette's signature is wider than its promise
+        raise error
+    return JsonResponse(error.body(), status_code=error.status, headers=error.headers)
+
+
+async def answer_validation_error(request: HttpRequest, error: Exception) -> JsonResponse:
+    """Answer a body that doesn't fit the schema."""
+    if not isinstance(error, RequestValidationError):
+        raise error
+    return await answer_api_error(request, from_validation(error))
+
+
+async def answer_http_exception(request: HttpRequest, error: Exception) -> JsonResponse:
+    """Answer what the framework refuses: unknown paths and wrong methods."""
+    if not isinstance(error, HTTPException):
+        raise error
+    code = _HTTP_CODES.get(error.status_code, "bad_request")
+    return await answer_api_error(request, ApiError(error.status_code, code, f"{error.detail}."))
+
+
+async def answer_defect(request: HttpRequest, _: Exception) -> JsonResponse:
+    """Answer when the server itself is wrong; the framework logs the rest."""
+    return await answer_api_error(request, ApiError(500, "internal_error", "Internal error."))

@@ -1,0 +1,177 @@
+"""All running generations: who waits for which request's tokens, and what ends them early.
+
+A generation is one HTTP request with its choices, each of which is one request of the scheduler.
+All of this lives in the event loop; the engine's thread only knows the requests.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from tidegate_engine.core.request import Request, TokenOutput
+from tidegate_engine.events import CancelCause, StepReport
+from tidegate_engine.loop import EngineLoop, EngineStoppedError
+from tidegate_engine.metrics import EngineMetrics
+from tidegate_engine.server.errors import (
+    ApiError,
+    EngineDrainingError,
+    EngineFailedError,
+    RequestCancelledError,
+    SlowReaderError,
+    from_rejection,
+)
+from tidegate_engine.server.generation import Choice, Generation
+
+
+class Generations:
+    """All running generations of the engine."""
+
+    def __init__(self, *, engine: EngineLoop, metrics: EngineMetrics) -> None:
+        """Start with none.
+
+        Args:
+            engine: Gets the requests.
+            metrics: Gets the latencies.
+        """
+        self._engine = engine
+        self._metrics = metrics
+        self._by_id: dict[str, Generation] = {}
+        self._by_request: dict[str, Choice] = {}
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new work is refused."""
+        return self._is_draining
+
+    async def begin(self, generation: Generation, requests: Sequence[Request]) -> None:
+        """Submit all choices of a generation; from here on its outputs come.
+
+        Raises:
+            ApiError: One of the choices was refused; none is left in the engine.
+        """
+        if self._is_draining:
+            raise EngineDrainingError
+        self._by_id[generation.generation_id] = generation
+        self._idle.clear()
+        for index, request in enumerate(requests):
+            choice = Choice(index, request.request_id, generation)
+            # Known before it is submitted: its first token may come before our answer does.
+            self._by_request[request.request_id] = generation.live[index] = choice
+        answers = [asyncio.wrap_future(self._engine.submit(request)) for request in requests]
+        try:
+            rejections = [r for r in await asyncio.gather(*answers) if r is not None]
+        except EngineStoppedError as error:
+            self.end(generation, cause=CancelCause.ENGINE_FAILED)
+            raise EngineFailedError(f"{error}") from error
+        except asyncio.CancelledError:
+            self.end(generation, cause=CancelCause.DISCONNECT)
+            raise
+        if rejections:
+            self.end(generation, cause=CancelCause.SIBLING_REFUSED)
+            raise from_rejection(rejections[0])
+
+    def finish_choice(self, generation: Generation, index: int) -> None:
+        """End a choice whose text is complete: it contains a stop string."""
+        choice = generation.live.get(index)
+        if choice is not None:
+            self._engine.finish(choice.request_id)
+            self._close(choice, ended_at=choice.last_token_at)
+
+    def end(self, generation: Generation, *, cause: CancelCause) -> None:
+        """Forget a generation; what still runs of it is cancelled."""
+        for choice in list(generation.live.values()):
+            self._engine.cancel(choice.request_id, cause)
+            self._close(choice, ended_at=None)
+        self._by_id.pop(generation.generation_id, None)
+        if not self._by_id:
+            self._idle.set()
+
+    def cancel(self, generation_id: str, *, tenant: str) -> bool:
+        """Cancel a generation of `tenant` by its id.
+
+        Returns:
+            Whether there was one; another tenant's is like none.
+        """
+        generation = self._by_id.get(generation_id)
+        if generation is None or generation.tenant != tenant:
+            return False
+        self._abort(generation, RequestCancelledError(), CancelCause.DELETE)
+        return True
+
+    async def drain(self, grace_seconds: float) -> None:
+        """Refuse new work and wait until what runs has ended; after the grace, end it."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(grace_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            for generation in list(self._by_id.values()):
+                self._abort(generation, EngineDrainingError(), CancelCause.DRAIN)
+
+    # -- from the engine -------------------------------------------------------------------------
+
+    def take_step(self, report: StepReport) -> None:
+        """Pass a step's tokens to those who wait for them."""
+        for request_id in report.admitted:
+            if (choice := self._by_request.get(request_id)) is not None:
+                self._note_admission(choice, report.planned_at)
+        for output in report.outputs:
+            if (choice := self._by_request.get(output.request_id)) is not None:
+                self._take(choice, output, report.committed_at)
+        for request_id in report.failed:
+            if (choice := self._by_request.get(request_id)) is not None:
+                error = EngineFailedError(f"A step failed: {report.failure}")
+                self._abort(choice.generation, error, CancelCause.ENGINE_FAILED)
+
+    def engine_stopped(self) -> None:
+        """End everything: no more tokens will come."""
+        for generation in list(self._by_id.values()):
+            error = EngineFailedError("The engine has stopped.")
+            self._abort(generation, error, CancelCause.ENGINE_FAILED)
+
+    def _take(self, choice: Choice, output: TokenOutput, now: float) -> None:
+        generation = choice.generation
+        if output.token is not None:
+            self._note_token(choice, now)
+        if output.finish_reason is not None:
+            self._close(choice, ended_at=now)
+        if generation.is_full:
+            error = SlowReaderError(generation.max_unread_events)
+            self._abort(generation, error, CancelCause.SLOW_READER)
+            generation.overflowed.set()
+            return
+        generation.put(choice.index, output)
+
+    def _abort(self, generation: Generation, error: ApiError, cause: CancelCause) -> None:
+        """Stop a generation in the engine; who reads it gets `error` and then calls `end`."""
+        if generation.error is not None:
+            return
+        for choice in list(generation.live.values()):
+            self._engine.cancel(choice.request_id, cause)
+            self._close(choice, ended_at=None)
+        generation.fail(error)
+
+    def _close(self, choice: Choice, *, ended_at: float | None) -> None:
+        del self._by_request[choice.request_id]
+        del choice.generation.live[choice.index]
+        latencies = self._metrics.latencies(choice.generation.tenant)
+        if ended_at is not None and latencies is not None:
+            latencies.e2e.observe(ended_at - choice.generation.arrived_at)
+
+    def _note_admission(self, choice: Choice, now: float) -> None:
+        # Readmissions after a preemption are no queueing.
+        latencies = self._metrics.latencies(choice.generation.tenant)
+        if not choice.was_admitted and latencies is not None:
+            latencies.queue.observe(now - choice.generation.arrived_at)
+        choice.was_admitted = True
+
+    def _note_token(self, choice: Choice, now: float) -> None:
+        latencies = self._metrics.latencies(choice.generation.tenant)
+        if latencies is not None:
+            if choice.last_token_at is None:
+                latencies.ttft.observe(now - choice.generation.arrived_at)
+            else:
+                latencies.itl.observe(now - choice.last_token_at)
+        choice.last_token_at = now

@@ -1,0 +1,173 @@
+"""From a request body to what the scheduler gets: prompts to tokens, wishes to limits."""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from tidegate_engine.core.request import RejectionCode, Request
+from tidegate_engine.core.sampling import SamplingParams
+from tidegate_engine.server.errors import ApiError
+from tidegate_engine.server.schema import (
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_CHOICES,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+)
+from tidegate_engine.server.served_model import ServedModel
+
+ENCODE_INLINE_CHARS = 4000
+"""Longer prompts are encoded in a thread: the event loop must not wait for them."""
+
+_SEED_BITS = 64
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    """What one HTTP request asks for.
+
+    Attributes:
+        requests: One for each choice, in order of the choices.
+        prompt_tokens: Of all prompts, each counted once.
+        stops: Stop strings.
+    """
+
+    requests: tuple[Request, ...]
+    prompt_tokens: int
+    stops: tuple[str, ...]
+
+
+async def take_completion(
+    body: CompletionBody, *, generation_id: str, tenant: str, model: ServedModel
+) -> Intake:
+    """Prepare a completion.
+
+    Raises:
+        ApiError: The prompt can't be served by this model.
+    """
+    prompts = await _completion_prompts(body, model)
+    sampling = _sampling(body, logprobs=body.logprobs)
+    wanted = body.max_tokens or DEFAULT_COMPLETION_TOKENS
+    return _intake(
+        body, prompts, sampling, wanted=wanted, caller=_Caller(generation_id, tenant, model)
+    )
+
+
+async def take_chat(
+    body: ChatBody, *, generation_id: str, tenant: str, model: ServedModel
+) -> Intake:
+    """Prepare a chat completion.
+
+    Raises:
+        ApiError: The messages can't be served by this model.
+    """
+    messages = [message.as_prompt() for message in body.messages]
+    chars = sum(len(message["content"]) for message in messages)
+    try:
+        prompt = await _off_loop(chars, lambda: model.tokenizer.apply_chat_template(messages))
+    except ValueError as error:
+        raise ApiError(400, "invalid_messages", f"{error}.", param="messages") from error
+    sampling = _sampling(body, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    wanted = body.max_completion_tokens or body.max_tokens or model.max_context_tokens
+    return _intake(
+        body, [prompt], sampling, wanted=wanted, caller=_Caller(generation_id, tenant, model)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Caller:
+    generation_id: str
+    tenant: str
+    model: ServedModel
+
+
+def _intake(
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    *,
+    wanted: int,
+    caller: _Caller,
+) -> Intake:
+    if len(prompts) * body.n > MAX_CHOICES:
+        raise ApiError(
+            400,
+            "too_many_choices",
+            f"n times the number of prompts is at most {MAX_CHOICES}.",
+            param="n",
+        )
+    model = caller.model
+    stop_ids = () if body.ignore_eos else tuple(sorted(model.tokenizer.eos_token_ids))
+    requests = tuple(
+        Request(
+            request_id=f"{caller.generation_id}.{number * body.n + choice}",
+            tenant=caller.tenant,
+            prompt_ids=tuple(prompt),
+            max_output_tokens=min(wanted, _room(prompt, model)),
+            sampling=_for_choice(sampling, choice),
+            stop_token_ids=stop_ids,
+        )
+        for number, prompt in enumerate(prompts)
+        for choice in range(body.n)
+    )
+    return Intake(requests=requests, prompt_tokens=sum(len(p) for p in prompts), stops=body.stops)
+
+
+def _room(prompt: Sequence[int], model: ServedModel) -> int:
+    """Return how many tokens the model's context leaves for the output."""
+    room = model.max_context_tokens - len(prompt)
+    if room < 1:
+        raise ApiError(
+            400,
+            RejectionCode.PROMPT_TOO_LONG.value,
+            f"The prompt has {len(prompt)} tokens; the model's context holds"
+            f" {model.max_context_tokens}, one of them for the output.",
+            param="prompt",
+        )
+    return room
+
+
+async def _completion_prompts(body: CompletionBody, model: ServedModel) -> list[list[int]]:
+    prompt = body.prompt
+    texts = [prompt] if isinstance(prompt, str) else [p for p in prompt if isinstance(p, str)]
+    if texts:
+        encode = model.tokenizer.encode
+        return await _off_loop(sum(map(len, texts)), lambda: [encode(text) for text in texts])
+    ids = [p for p in prompt if isinstance(p, int)]
+    lists = [ids] if ids else [p for p in prompt if isinstance(p, list)]
+    largest = max(token for tokens in lists for token in tokens)
+    if largest >= model.tokenizer.vocab_size:
+        raise ApiError(
+            400,
+            "invalid_value",
+            f"prompt: token {largest} is not below the vocabulary's {model.tokenizer.vocab_size}.",
+            param="prompt",
+        )
+    return lists
+
+
+async def _off_loop(chars: int, encode: "Callable[[], T]") -> "T":
+    return await asyncio.to_thread(encode) if chars > ENCODE_INLINE_CHARS else encode()
+
+
+def _sampling(body: GenerationBody, *, logprobs: int | None) -> SamplingParams:
+    seed = secrets.randbits(_SEED_BITS) if body.seed is None else body.seed % (1 << _SEED_BITS)
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=body.top_k if body.top_k and body.top_k > 0 else None,
+        seed=seed,
+        logprobs=logprobs,
+    )
+
+
+def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Give every choice a seed of its own that follows from the first one's."""
+    if choice == 0:
+        return sampling
+    digest = hashlib.sha256(f"{sampling.seed}.{choice}".encode()).digest()
+    return replace(sampling, seed=int.from_bytes(digest[: _SEED_BITS // 8]))

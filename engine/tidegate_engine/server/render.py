@@ -1,0 +1,186 @@
+"""Response bodies in the shapes of the OpenAI API."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tidegate_engine.core.request import FinishReason
+from tidegate_engine.server.text import TextDelta, TokenLogprob
+
+Json = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseHead:
+    """What all bodies of one response share.
+
+    Attributes:
+        created: Seconds since the epoch.
+    """
+
+    generation_id: str
+    model: str
+    created: int
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedChoice:
+    """One choice, complete."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason
+
+
+class ResponseFormat(Protocol):
+    """How one endpoint writes its answers."""
+
+    def opening(self, index: int) -> Json | None:
+        """Return what a stream says of a choice before its first text; None = nothing."""
+        ...
+
+    def chunk(self, index: int, delta: TextDelta) -> Json:
+        """Return what a stream says of a choice when a step adds to it."""
+        ...
+
+    def usage_chunk(self, usage: Json) -> Json:
+        """Return what a stream says at its end."""
+        ...
+
+    def whole(self, choices: Sequence[FinishedChoice], usage: Json) -> Json:
+        """Return the answer in one piece."""
+        ...
+
+
+def usage_of(*, prompt_tokens: int, output_tokens: int) -> Json:
+    """Return the token counts of a response."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
+    }
+
+
+class CompletionFormat:
+    """`/v1/completions`."""
+
+    def __init__(self, head: ResponseHead, *, wants_logprobs: bool, includes_usage: bool) -> None:
+        self._head = _head(head, "text_completion")
+        self._wants_logprobs = wants_logprobs
+        self._tail: Json = {"usage": None} if includes_usage else {}
+
+    def opening(self, index: int) -> Json | None:  # noqa: ARG002
+        """Return None: a completion begins with its text."""
+        return None
+
+    def chunk(self, index: int, delta: TextDelta) -> Json:
+        """Return a piece of text."""
+        choice = self._choice(index, delta.text, delta.logprobs, delta.finish_reason)
+        return {**self._head, "choices": [choice], **self._tail}
+
+    def usage_chunk(self, usage: Json) -> Json:
+        """Return the token counts."""
+        return {**self._head, "choices": [], "usage": usage}
+
+    def whole(self, choices: Sequence[FinishedChoice], usage: Json) -> Json:
+        """Return the answer in one piece."""
+        listed = [
+            self._choice(index, choice.text, choice.logprobs, choice.finish_reason)
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._head, "choices": listed, "usage": usage}
+
+    def _choice(
+        self,
+        index: int,
+        text: str,
+        logprobs: Sequence[TokenLogprob],
+        finish_reason: FinishReason | None,
+    ) -> Json:
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": _columns(logprobs) if self._wants_logprobs else None,
+            "finish_reason": finish_reason,
+        }
+
+
+class ChatFormat:
+    """`/v1/chat/completions`."""
+
+    def __init__(self, head: ResponseHead, *, wants_logprobs: bool, includes_usage: bool) -> None:
+        self._whole_head = _head(head, "chat.completion")
+        self._head = _head(head, "chat.completion.chunk")
+        self._wants_logprobs = wants_logprobs
+        self._tail: Json = {"usage": None} if includes_usage else {}
+
+    def opening(self, index: int) -> Json | None:
+        """Return who speaks."""
+        delta: Json = {"role": "assistant", "content": ""}
+        choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {**self._head, "choices": [choice], **self._tail}
+
+    def chunk(self, index: int, delta: TextDelta) -> Json:
+        """Return a piece of the message."""
+        choice: Json = {
+            "index": index,
+            "delta": {"content": delta.text} if delta.text else {},
+            "logprobs": self._logprobs(delta.logprobs),
+            "finish_reason": delta.finish_reason,
+        }
+        return {**self._head, "choices": [choice], **self._tail}
+
+    def usage_chunk(self, usage: Json) -> Json:
+        """Return the token counts."""
+        return {**self._head, "choices": [], "usage": usage}
+
+    def whole(self, choices: Sequence[FinishedChoice], usage: Json) -> Json:
+        """Return the answer in one piece."""
+        listed: list[Json] = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                "logprobs": self._logprobs(choice.logprobs),
+                "finish_reason": choice.finish_reason,
+            }
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._whole_head, "choices": listed, "usage": usage}
+
+    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
+        if not self._wants_logprobs:
+            return None
+        content = [
+            {
+                **_spelled(token.text, token.logprob),
+                "top_logprobs": [_spelled(text, logprob) for text, logprob in token.top],
+            }
+            for token in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _head(head: ResponseHead, kind: str) -> Json:
+    return {
+        "id": head.generation_id,
+        "object": kind,
+        "created": head.created,
+        "model": head.model,
+        "system_fingerprint": None,
+    }
+
+
+def _columns(logprobs: Sequence[TokenLogprob]) -> Json:
+    """Completions list each property of all tokens; the chosen token is always among the top."""
+    return {
+        "tokens": [token.text for token in logprobs],
+        "token_logprobs": [token.logprob for token in logprobs],
+        "top_logprobs": [{**dict(token.top), token.text: token.logprob} for token in logprobs],
+        "text_offset": [token.offset for token in logprobs],
+    }
+
+
+def _spelled(text: str, logprob: float) -> Json:
+    # A token that is a part of a character has no bytes that its text could tell.
+    is_whole = "\N{REPLACEMENT CHARACTER}" not in text
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}

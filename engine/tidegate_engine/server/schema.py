@@ -1,0 +1,225 @@
+"""The request bodies of the OpenAI API, as far as this engine honours them.
+
+A field that is not listed is refused. So is a field of the OpenAI API that is known and not
+supported, unless it holds the value that asks for nothing: silently ignoring it would answer a
+question that wasn't asked. Fields without influence on the answer are accepted.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from tidegate_engine.core.sampling import MAX_LOGPROBS, MAX_TEMPERATURE
+from tidegate_engine.server.errors import UNSUPPORTED
+
+DEFAULT_COMPLETION_TOKENS = 16
+MAX_CHOICES = 128
+MAX_PROMPTS = 128
+MAX_STOPS = 4
+MAX_STOP_LENGTH = 256
+MAX_MESSAGES = 4096
+
+
+def _neutral(values: Sequence[object]) -> AfterValidator:
+    """Accept only values that ask for nothing; None always does."""
+
+    def check(value: object) -> object:
+        # With types compared, as True == 1 == 1.0.
+        if value is not None and not any(value == v and _kind(value) is _kind(v) for v in values):
+            allowed = " or ".join(repr(v) for v in values) if values else "null"
+            raise PydanticCustomError(
+                UNSUPPORTED, "not supported; leave it out or give {allowed}", {"allowed": allowed}
+            )
+        return value
+
+    return AfterValidator(check)
+
+
+def _kind(value: object) -> type:
+    return float if type(value) is int else type(value)
+
+
+def _check_unicode(text: str) -> str:
+    # JSON can spell half a surrogate pair; no tokenizer can read it.
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise PydanticCustomError("unicode", "holds an unpaired surrogate")
+    return text
+
+
+def _check_stop(stops: str | list[str] | None) -> str | list[str] | None:
+    listed = [stops] if isinstance(stops, str) else stops or []
+    if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in listed):
+        raise PydanticCustomError(
+            "stop_length", "stop strings have 1 to {limit} characters", {"limit": MAX_STOP_LENGTH}
+        )
+    return stops
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
+Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
+MaxTokens = Annotated[int, Field(ge=1, lt=1 << 31)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
+Stop = Annotated[
+    str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None, AfterValidator(_check_stop)
+]
+Nothing = Annotated[Any, _neutral([])]
+Off = Annotated[Any, _neutral([False])]
+Zero = Annotated[Any, _neutral([0])]
+Empty = Annotated[Any, _neutral([[], {}])]
+
+
+class _Body(BaseModel):
+    # Strict, so that "5" or true is no number; extra fields are named in the answer.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class StreamOptions(_Body):
+    """How a stream is sent."""
+
+    include_usage: bool = False
+    include_obfuscation: Off = None
+
+
+class GenerationBody(_Body):
+    """What both kinds of generation share.
+
+    Attributes:
+        ignore_eos: Extension: go on to `max_tokens`, whatever the model says.
+        top_k: Extension: draw from this many likeliest tokens; -1 = from all.
+    """
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    max_tokens: MaxTokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    seed: Seed | None = None
+    stop: Stop = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    # Not supported.
+    frequency_penalty: Zero = None
+    presence_penalty: Zero = None
+    logit_bias: Empty = None
+
+    # Without influence on the answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> "GenerationBody":
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError(
+                "contradiction",
+                "only allowed with stream = true",
+                {"param": "stream_options"},
+            )
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`."""
+
+    prompt: Text | TokenIds | Texts | TokenIdLists
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    echo: Off = None
+    suffix: Annotated[Any, _neutral([""])] = None
+    best_of: Annotated[Any, _neutral([1])] = None
+
+
+class TextPart(_Body):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(_Body):
+    """One message of a chat.
+
+    The fields after `content` are what the official client puts into the assistant's messages that
+    it sends back.
+    """
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    name: Nothing = None
+    refusal: Nothing = None
+    annotations: Empty = None
+    audio: Nothing = None
+    function_call: Nothing = None
+    tool_calls: Empty = None
+
+    def as_prompt(self) -> dict[str, str]:
+        """Return role and text, as chat templates know them."""
+        role = "system" if self.role == "developer" else self.role
+        if isinstance(self.content, str):
+            return {"role": role, "content": self.content}
+        return {"role": role, "content": "".join(part.text for part in self.content)}
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    # Not supported.
+    audio: Nothing = None
+    function_call: Annotated[Any, _neutral(["none", "auto"])] = None
+    functions: Empty = None
+    modalities: Annotated[Any, _neutral([["text"]])] = None
+    prediction: Nothing = None
+    reasoning_effort: Annotated[Any, _neutral(["none"])] = None
+    response_format: Annotated[Any, _neutral([{"type": "text"}])] = None
+    service_tier: Annotated[Any, _neutral(["auto", "default"])] = None
+    store: Off = None
+    tool_choice: Annotated[Any, _neutral(["none", "auto"])] = None
+    tools: Empty = None
+    verbosity: Nothing = None
+    web_search_options: Nothing = None
+
+    # Without influence on the answer.
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> "ChatBody":
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError(
+                "contradiction",
+                "only allowed with logprobs = true",
+                {"param": "top_logprobs"},
+            )
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise PydanticCustomError(
+                "contradiction",
+                "differs from max_completion_tokens",
+                {"param": "max_tokens"},
+            )
+        return self

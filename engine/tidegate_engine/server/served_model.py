@@ -1,0 +1,67 @@
+"""What the API needs to know about the model, whichever executor runs it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Detokenizer(Protocol):
+    """Turns one stream of tokens into pieces of text."""
+
+    def push(self, token_id: int) -> str:
+        """Return the text that this token completes."""
+        ...
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids`."""
+        ...
+
+    def detokenizer(self) -> Detokenizer:
+        """Start decoding one stream of tokens."""
+        ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Return the prompt that asks for the assistant's next message.
+
+        Raises:
+            ValueError: These messages can't be turned into a prompt.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The one model of an engine.
+
+    Attributes:
+        name: As clients name it in `model`.
+        max_context_tokens: Prompt and output together.
+        created: Seconds since the epoch; of the process' start.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    max_context_tokens: int
+    created: int

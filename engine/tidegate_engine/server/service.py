@@ -1,0 +1,76 @@
+"""The parts of one engine, wired together."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tidegate_engine.bridge import EngineBridge
+from tidegate_engine.core.scheduler import Scheduler
+from tidegate_engine.executor.base import Executor
+from tidegate_engine.loop import EngineLoop
+from tidegate_engine.metrics import EngineMetrics
+from tidegate_engine.policy_board import PolicyBoard
+from tidegate_engine.server.generations import Generations
+from tidegate_engine.server.identity import Identities
+from tidegate_engine.server.served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What the API serves with.
+
+    Attributes:
+        stopped: Set when the engine's thread has ended.
+        clock: The engine's clock.
+        wall_clock: Seconds since the epoch; for people only.
+    """
+
+    engine: EngineLoop
+    generations: Generations
+    identities: Identities
+    board: PolicyBoard
+    metrics: EngineMetrics
+    model: ServedModel
+    stopped: asyncio.Event
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+
+
+def assemble(
+    *,
+    pool: str,
+    scheduler: Scheduler,
+    executor: Executor,
+    model: ServedModel,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+) -> Service:
+    """Wire an engine to the running event loop; its thread isn't started yet.
+
+    Args:
+        pool: `namespace/name`, the label of the metrics.
+        scheduler: Owned by the engine from here on.
+        executor: Owned by the engine from here on.
+        model: What `executor` runs.
+        clock: Monotonic, in seconds.
+        wall_clock: Seconds since the epoch.
+    """
+    bridge = EngineBridge(asyncio.get_running_loop())
+    engine = EngineLoop(scheduler=scheduler, executor=executor, listener=bridge, clock=clock)
+    metrics = EngineMetrics(pool)
+    service = Service(
+        engine=engine,
+        generations=Generations(engine=engine, metrics=metrics),
+        identities=Identities(),
+        board=PolicyBoard(engine.apply_policy),
+        metrics=metrics,
+        model=model,
+        stopped=asyncio.Event(),
+        clock=clock,
+        wall_clock=wall_clock,
+    )
+    bridge.on_step += [metrics.observe_step, service.generations.take_step]
+    bridge.on_policy += [metrics.observe_policy, service.board.applied]
+    bridge.on_stop += [service.generations.engine_stopped, service.stopped.set]
+    service.board.on_change += [metrics.use_policy, service.identities.use_policy]
+    return service

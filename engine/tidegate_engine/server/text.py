@@ -1,0 +1,143 @@
+"""From tokens to the text a client gets: incremental decoding, stop strings, log-probabilities."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tidegate_engine.core.plan import SampledToken
+from tidegate_engine.core.request import FinishReason, TokenOutput
+from tidegate_engine.server.served_model import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One output token with its log-probability.
+
+    Attributes:
+        offset: Position in the output text at which the token's text begins.
+        top: The likeliest tokens' texts with their log-probabilities, best first.
+    """
+
+    text: str
+    logprob: float
+    offset: int
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one step adds to an answer.
+
+    Attributes:
+        text: May be empty: characters and possible stop strings are held back until complete.
+        logprobs: Of the tokens whose text is now out.
+        finish_reason: Set with the last one.
+    """
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+class StopStrings:
+    """Looks for the first stop string in a text that comes in pieces.
+
+    Of several, the one that is complete first counts; the answer ends before it. How the text is
+    cut into pieces makes no difference.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stop for stop in stops if stop)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Add a piece.
+
+        Returns:
+            The text that can't be part of a stop string any more, and whether one was found.
+        """
+        if not self._stops:
+            return text, False
+        pending = self._held + text
+        found = [(at + len(stop), at) for stop in self._stops if (at := pending.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            return pending[: min(found)[1]], True
+        keep = max(_overlap(pending, stop) for stop in self._stops)
+        cut = len(pending) - keep
+        self._held = pending[cut:]
+        return pending[:cut], False
+
+    def finish(self) -> str:
+        """Return what was held back: no stop string will complete it."""
+        held, self._held = self._held, ""
+        return held
+
+
+class AnswerText:
+    """The text of one choice, as its tokens come.
+
+    Attributes:
+        num_tokens: Output tokens so far, with the one that ended the answer.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, stops: Sequence[str], stop_token_ids: Sequence[int]
+    ) -> None:
+        self.num_tokens = 0
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer()
+        self._stops = StopStrings(stops)
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._decoded = 0
+        self._shown = 0
+        self._logprobs: list[TokenLogprob] = []
+
+    def push(self, output: TokenOutput) -> TextDelta:
+        """Add what a step gave."""
+        text = ""
+        if output.token is not None:
+            self.num_tokens += 1
+            if output.token.token_id not in self._stop_token_ids:
+                text = self._decode(output.token)
+        reason = output.finish_reason
+        if reason is not None:
+            text += self._detokenizer.finish()
+        self._decoded += len(text)
+        shown, has_stopped = self._stops.push(text)
+        if has_stopped:
+            reason = FinishReason.STOP
+        elif reason is not None:
+            shown += self._stops.finish()
+        self._shown += len(shown)
+        return TextDelta(shown, self._release_logprobs(may_touch=not has_stopped), reason)
+
+    def _decode(self, token: SampledToken) -> str:
+        if token.logprob is not None:
+            spell = self._tokenizer.decode
+            top = tuple((spell([i]), logprob) for i, logprob in token.top_logprobs)
+            self._logprobs.append(
+                TokenLogprob(spell([token.token_id]), token.logprob, self._decoded, top)
+            )
+        return self._detokenizer.push(token.token_id)
+
+    def _release_logprobs(self, *, may_touch: bool) -> tuple[TokenLogprob, ...]:
+        """Give out the tokens whose text begins in what is shown.
+
+        Args:
+            may_touch: Also those that begin where the shown text ends, when nothing is held back
+                behind it: they have no text of their own yet.
+        """
+        limit = self._shown
+        if may_touch and self._shown == self._decoded:
+            limit += 1
+        ready = [token for token in self._logprobs if token.offset < limit]
+        del self._logprobs[: len(ready)]
+        return tuple(ready)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that begins `stop` without being all of it."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

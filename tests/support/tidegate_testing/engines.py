@@ -1,0 +1,235 @@
+"""Engines that serve the real API from a thread of the test's process."""
+
+import asyncio
+import hashlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import uvicorn
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+from tidegate_engine.core.limits import EngineLimits
+from tidegate_engine.core.scheduler import Scheduler
+from tidegate_engine.events import EngineStats
+from tidegate_engine.executor.base import Capacity, Executor
+from tidegate_engine.executor.simulated import SimulatedExecutor, StepCost
+from tidegate_engine.model.bytes_tokenizer import NUM_PRINTABLE, BytesTokenizer
+from tidegate_engine.server.app import create_app
+from tidegate_engine.server.served_model import ServedModel
+from tidegate_engine.server.service import Service, assemble
+from tidegate_policies.snapshot import PolicySnapshot, TenantRule
+from tidegate_testing.cluster import eventually
+from tidegate_testing.policies import POOL, a_snapshot, a_tenant
+
+MODEL = "simulated"
+BLOCK_SIZE = 16
+
+
+def key_of(tenant: str) -> str:
+    """The API key of a tenant of `a_keyed_tenant`."""
+    return f"sk-{tenant}"
+
+
+def digest_of(key: str) -> str:
+    """What a policy says of an API key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def a_keyed_tenant(name: str = "acme", **fields: object) -> TenantRule:
+    """Build the rule of a tenant that calls with `key_of(name)`."""
+    return a_tenant(name, key_digests=(digest_of(key_of(name)),), **fields)
+
+
+@dataclass
+class StepGate:
+    """Paces a simulated executor by hand: steps pass while it is open, and wait while it is shut."""
+
+    _open: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.open()
+
+    def __call__(self, seconds: float) -> None:
+        """Let a step's time pass."""
+        time.sleep(seconds)
+        self._open.wait()
+
+    def open(self) -> None:
+        """Let steps pass."""
+        self._open.set()
+
+    def shut(self) -> None:
+        """Hold the step in flight, and so the engine."""
+        self._open.clear()
+
+
+@dataclass
+class RunningEngine:
+    """An engine behind a real HTTP server.
+
+    Attributes:
+        gate: Holds its steps.
+    """
+
+    service: Service
+    port: int
+    event_loop: asyncio.AbstractEventLoop
+    gate: StepGate
+    revision: int = 0
+
+    @property
+    def base_url(self) -> str:
+        """Of the server, without `/v1`."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def apply(self, policy: PolicySnapshot) -> None:
+        """Put a policy in force."""
+        self.revision += 1
+        self._in_loop(
+            lambda: self.service.board.offer(policy, revision=self.revision, digest=policy.digest)
+        )
+        eventually(
+            lambda: getattr(self.service.board.in_force, "revision", 0) == self.revision,
+            f"revision {self.revision} in force",
+        )
+
+    def drain(self, grace_seconds: float) -> None:
+        """Begin to drain, without waiting for its end."""
+        generations = self.service.generations
+        asyncio.run_coroutine_threadsafe(generations.drain(grace_seconds), self.event_loop)
+        eventually(lambda: generations.is_draining, "draining")
+
+    def stats(self) -> EngineStats:
+        """Count at the next step boundary."""
+        return self.service.engine.stats().result(timeout=10)
+
+    def is_idle(self) -> bool:
+        """Whether no request is in the engine."""
+        scheduler = self.stats().scheduler
+        return scheduler.running + scheduler.waiting == 0
+
+    def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """Scrape: value by name and labels, without `pool`."""
+        text = self.http().get("/metrics").text
+        return {
+            (sample.name, frozenset((k, v) for k, v in sample.labels.items() if k != "pool")): (
+                sample.value
+            )
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        """Scrape one series; None when there is none."""
+        return self.samples().get((name, frozenset(labels.items())))
+
+    def openai(self, tenant: str = "acme", **options: object) -> OpenAI:
+        """The official client with the tenant's key, without repeats."""
+        return OpenAI(
+            base_url=f"{self.base_url}/v1",
+            api_key=key_of(tenant),
+            max_retries=0,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def http(self, tenant: str = "acme") -> httpx.Client:
+        """A plain client with the tenant's key."""
+        headers = {"authorization": f"Bearer {key_of(tenant)}"}
+        return httpx.Client(base_url=self.base_url, headers=headers, timeout=30)
+
+    def _in_loop(self, call: Callable[[], None]) -> None:
+        done = threading.Event()
+
+        def run() -> None:
+            call()
+            done.set()
+
+        self.event_loop.call_soon_threadsafe(run)
+        done.wait()
+
+
+@contextmanager
+def a_running_engine(
+    policy: PolicySnapshot | None = None,
+    *,
+    executor: Executor | None = None,
+    model: ServedModel | None = None,
+    blocks: int = 4096,
+    step_seconds: float = 0.0,
+    max_num_seqs: int = 32,
+    max_waiting: int = 1000,
+    has_policy: bool = True,
+) -> Iterator[RunningEngine]:
+    """Serve from a thread until the block ends; `policy` is in force when it begins."""
+    gate = StepGate()
+    used = executor or a_paced_executor(gate, blocks=blocks, step_seconds=step_seconds)
+    scheduler = Scheduler(
+        num_blocks=used.capacity.num_blocks,
+        block_size=used.capacity.block_size,
+        limits=EngineLimits(max_num_seqs=max_num_seqs, max_waiting=max_waiting),
+    )
+    started = threading.Event()
+    engines: list[RunningEngine] = []
+    servers: list[uvicorn.Server] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    async def serve() -> None:
+        service = assemble(
+            pool=POOL,
+            scheduler=scheduler,
+            executor=used,
+            model=model or a_served_model(),
+            clock=time.monotonic,
+            wall_clock=time.time,
+        )
+        config = uvicorn.Config(
+            create_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=1
+        )
+        server = uvicorn.Server(config)
+        port = listener.getsockname()[1]
+        engines.append(RunningEngine(service, port, asyncio.get_running_loop(), gate))
+        servers.append(server)
+        service.engine.start()
+        started.set()
+        await server.serve([listener])
+        await asyncio.to_thread(service.engine.stop)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="server")
+    thread.start()
+    started.wait()
+    try:
+        if has_policy:
+            engines[0].apply(policy or a_snapshot(a_keyed_tenant()))
+        yield engines[0]
+    finally:
+        gate.open()
+        servers[0].should_exit = True
+        thread.join()
+
+
+def a_paced_executor(
+    gate: StepGate, *, blocks: int = 4096, step_seconds: float = 0.0
+) -> SimulatedExecutor:
+    """Build an executor whose steps take `step_seconds` and wait for `gate`."""
+    return SimulatedExecutor(
+        capacity=Capacity(num_blocks=blocks, num_host_blocks=0, block_size=BLOCK_SIZE),
+        vocab_size=NUM_PRINTABLE,
+        cost=StepCost(step_seconds=step_seconds, prefill_token_seconds=0, decode_seconds=0),
+        pace=gate,
+    )
+
+
+def a_served_model(*, max_context_tokens: int = 1 << 20) -> ServedModel:
+    """Build the model of simulated engines."""
+    return ServedModel(
+        name=MODEL,
+        tokenizer=BytesTokenizer(),
+        max_context_tokens=max_context_tokens,
+        created=1_700_000_000,
+    )
