@@ -1,1 +1,1 @@
-"""The control plane: watches custom resources, compiles them to one policy per pool, reports conditions."""
+"""The control plane: compiles custom resources to one policy per pool and reports conditions."""

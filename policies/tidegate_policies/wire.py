@@ -21,7 +21,7 @@ REPORTS_PATTERN = "tidegate:*:reports"
 
 
 def envelope_key(pool: str) -> str:
-    """Return the Redis hash with the fields `revision`, `digest` and `envelope` of `pool`."""
+    """Return the Redis hash with `revision`, `digest`, `pool_uid` and `envelope` of `pool`."""
     return f"tidegate:{pool}:policy"
 
 

@@ -1,0 +1,314 @@
+"""The decision of the control plane: from what is in the cluster to the policy of one pool.
+
+Pure and total: no clock, no I/O, and a bad object costs only itself. The result depends on the
+content of the view alone, not on the order in which objects were seen.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tidegate_operator.cluster import ClusterView
+from tidegate_operator.references import (
+    References,
+    forbidden_tiers,
+    policy_references,
+    pool_references,
+)
+from tidegate_operator.resources import EnginePool, TenantPolicy
+from tidegate_operator.verdicts import OUT_OF_FORCE, Flaw, Reason
+from tidegate_policies.snapshot import (
+    UNKNOWN_TENANT,
+    BatchingRule,
+    PolicySnapshot,
+    TenantRule,
+    TierRule,
+    UnknownAction,
+    UnknownTenantsRule,
+    WatermarkRule,
+)
+
+MAX_TENANTS = 10_000
+"""Most tenants of one pool; the newest beyond are not in force."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVerdict:
+    """What became of one TenantPolicy in one pool.
+
+    Attributes:
+        flaws: What is wrong with it in this pool, the gravest first.
+    """
+
+    policy: str
+    uid: str
+    generation: int
+    tier: str
+    flaws: tuple[Flaw, ...] = ()
+
+    @property
+    def is_in_force(self) -> bool:
+        """Whether the snapshot holds a rule for the policy."""
+        return not any(flaw.reason in OUT_OF_FORCE for flaw in self.flaws)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledPool:
+    """The policy of one pool, and what had to be left out of it.
+
+    Attributes:
+        pool: `namespace/name`.
+        pool_uid: A pool that was deleted and created again is another one.
+        generation: Of the pool's spec.
+        verdicts: For every policy that refers to the pool, by `namespace/name`.
+        flaws: What is wrong with the pool's own spec.
+        missing: The pool's own references that lead nowhere.
+    """
+
+    pool: str
+    pool_uid: str
+    generation: int
+    snapshot: PolicySnapshot
+    verdicts: Mapping[str, PolicyVerdict]
+    flaws: tuple[Flaw, ...] = ()
+    missing: tuple[Flaw, ...] = ()
+
+
+def compile_pool(view: ClusterView, pool: EnginePool) -> CompiledPool:
+    """Compile the policy of `pool`; cost is linear in the policies that refer to it."""
+    key = pool.metadata.qualified_name
+    policies = view.policies_by_pool.get(key, ())
+    references = {p.metadata.qualified_name: policy_references(view, p) for p in policies}
+    flaws = _judge(view, pool, policies, references)
+    verdicts = {
+        policy.metadata.qualified_name: PolicyVerdict(
+            policy=policy.metadata.qualified_name,
+            uid=policy.metadata.uid,
+            generation=policy.metadata.generation,
+            tier=references[policy.metadata.qualified_name].tier.name,
+            flaws=tuple(flaws.get(policy.metadata.qualified_name, ())),
+        )
+        for policy in policies
+    }
+    in_force = [p for p in policies if verdicts[p.metadata.qualified_name].is_in_force]
+    own = pool_references(view, pool)
+    return CompiledPool(
+        pool=key,
+        pool_uid=pool.metadata.uid,
+        generation=pool.metadata.generation,
+        snapshot=_snapshot(pool, in_force, references, flaws, own=own),
+        verdicts=verdicts,
+        flaws=_pool_flaws(pool),
+        missing=own.missing,
+    )
+
+
+def tier_flaws(view: ClusterView, tier: str) -> tuple[Flaw, ...]:
+    """Return what is wrong with a PriorityTier: another, older one is the global default."""
+    claims = [claim.metadata.name for claim in view.default_tiers]
+    if tier not in claims[1:]:
+        return ()
+    return (
+        Flaw(
+            Reason.TIER_CONFLICT,
+            f"spec.globalDefault: PriorityTier {claims[0]!r} is older and is the global default;"
+            " this tier can be named but is not the default",
+        ),
+    )
+
+
+_Flaws = dict[str, list[Flaw]]
+
+
+def _judge(
+    view: ClusterView,
+    pool: EnginePool,
+    policies: Sequence[TenantPolicy],
+    references: Mapping[str, References],
+) -> _Flaws:
+    """Find the flaws of `policies`, oldest first; each step looks only at what is still in force.
+
+    The gravest flaws come first, so that a policy that isn't in force takes no tenant name, no
+    quota and no key away from one that is.
+    """
+    flaws: _Flaws = {}
+    owners: dict[str, str] = {}
+    remaining: list[TenantPolicy] = []
+    for policy in policies:
+        key = policy.metadata.qualified_name
+        found = [*_reserved_name(policy), *_forbidden(view, pool, policy)]
+        if not found and (owner := owners.get(policy.tenant)) is not None:
+            message = f"tenant {policy.tenant!r} belongs to the older TenantPolicy {owner!r}"
+            found = [Flaw(Reason.TENANT_CONFLICT, f"pool {_name(pool)!r}: {message}")]
+        if not found and len(remaining) >= MAX_TENANTS:
+            message = f"pool {_name(pool)!r} has {MAX_TENANTS} older tenants, the most it can have"
+            found = [Flaw(Reason.TOO_MANY_TENANTS, message)]
+        if found:
+            flaws[key] = found
+        else:
+            owners[policy.tenant] = key
+            remaining.append(policy)
+    _judge_quotas(pool, remaining, flaws)
+    _judge_keys(pool, remaining, references, flaws)
+    return flaws
+
+
+def _reserved_name(policy: TenantPolicy) -> list[Flaw]:
+    if policy.tenant != UNKNOWN_TENANT:
+        return []
+    message = f"spec.tenant: {UNKNOWN_TENANT!r} is reserved for requests of no known tenant"
+    return [Flaw(Reason.INVALID, message)]
+
+
+def _forbidden(view: ClusterView, pool: EnginePool, policy: TenantPolicy) -> list[Flaw]:
+    namespace = policy.metadata.namespace
+    flaws = list(forbidden_tiers(view, policy))
+    if not pool.spec.allowed_namespaces.allows(
+        namespace=namespace,
+        own_namespace=pool.metadata.namespace,
+        labels=view.namespaces.get(namespace, {}),
+    ):
+        message = (
+            f"EnginePool {_name(pool)!r} doesn't allow policies of namespace {namespace!r}"
+            " (its spec.allowedNamespaces)"
+        )
+        flaws.insert(0, Flaw(Reason.NAMESPACE_NOT_ALLOWED, message))
+    return flaws
+
+
+def _judge_quotas(pool: EnginePool, policies: Sequence[TenantPolicy], flaws: _Flaws) -> None:
+    """Refuse each nominal that doesn't fit into what the older policies left."""
+    low = _watermarks(pool).low_percent
+    taken = 0
+    for policy in policies:
+        nominal = policy.spec.kv.nominal_percent
+        if taken + nominal <= low:
+            taken += nominal
+            continue
+        message = (
+            f"spec.kv.nominalPercent: {nominal} doesn't fit into pool {_name(pool)!r}: older"
+            f" policies have {taken} of the {low} percent below its low watermark; 0 applies"
+        )
+        flaws.setdefault(policy.metadata.qualified_name, []).append(
+            Flaw(Reason.QUOTA_OVERSUBSCRIBED, message)
+        )
+
+
+def _judge_keys(
+    pool: EnginePool,
+    policies: Sequence[TenantPolicy],
+    references: Mapping[str, References],
+    flaws: _Flaws,
+) -> None:
+    """Blame every policy that holds a key which another one holds too."""
+    holders: dict[str, list[str]] = {}
+    for policy in policies:
+        key = policy.metadata.qualified_name
+        for digest in references[key].key_digests:
+            holders.setdefault(digest, []).append(key)
+    for policy in policies:
+        key = policy.metadata.qualified_name
+        # A few names are enough: all of them, for each holder, would be quadratic.
+        others = {
+            other
+            for digest in references[key].key_digests
+            for other in holders[digest][:4]
+            if other != key
+        }
+        if others:
+            message = (
+                f"spec.apiKeySecretRefs: in pool {_name(pool)!r} an API key is also one of"
+                f" {', '.join(sorted(others)[:3])}; it identifies neither"
+            )
+            flaws.setdefault(key, []).append(Flaw(Reason.KEY_CONFLICT, message))
+
+
+def _snapshot(
+    pool: EnginePool,
+    policies: Sequence[TenantPolicy],
+    references: Mapping[str, References],
+    flaws: Mapping[str, Sequence[Flaw]],
+    *,
+    own: References,
+) -> PolicySnapshot:
+    keys = [policy.metadata.qualified_name for policy in policies]
+    count = Counter(digest for key in keys for digest in references[key].key_digests)
+    tiers = {references[key].tier for key in keys}
+    unknown = _unknown_tenants(pool, own.tier)
+    if unknown.action is UnknownAction.ADMIT:
+        tiers.add(own.tier)
+    spec = pool.spec
+    return PolicySnapshot.of(
+        _name(pool),
+        tiers=tiers,
+        tenants=[
+            _tenant_rule(
+                policy,
+                tier=references[key].tier.name,
+                key_digests=[d for d in references[key].key_digests if count[d] == 1],
+                has_quota=all(
+                    flaw.reason is not Reason.QUOTA_OVERSUBSCRIBED for flaw in flaws.get(key, ())
+                ),
+            )
+            for key, policy in zip(keys, policies, strict=True)
+        ],
+        batching=BatchingRule(
+            max_num_seqs=spec.batching.max_num_seqs,
+            max_batched_tokens=spec.batching.max_batched_tokens,
+        ),
+        watermarks=_watermarks(pool),
+        unknown_tenants=unknown,
+    )
+
+
+def _tenant_rule(
+    policy: TenantPolicy, *, tier: str, key_digests: Sequence[str], has_quota: bool
+) -> TenantRule:
+    spec = policy.spec
+    return TenantRule(
+        tenant=policy.tenant,
+        policy=policy.metadata.qualified_name,
+        tier=tier,
+        weight=spec.weight,
+        kv_nominal_percent=spec.kv.nominal_percent if has_quota else 0,
+        max_prompt_tokens=spec.limits.max_prompt_tokens,
+        max_output_tokens=spec.limits.max_output_tokens,
+        cancel_on_disconnect=spec.cancel_on_disconnect,
+        key_digests=tuple(key_digests),
+    )
+
+
+def _watermarks(pool: EnginePool) -> WatermarkRule:
+    """Return the pool's watermarks, or the defaults where the stored ones contradict each other."""
+    marks = pool.spec.kv.watermarks
+    if not 0 < marks.low_percent < marks.high_percent < 100:
+        return WatermarkRule()
+    return WatermarkRule(low_percent=marks.low_percent, high_percent=marks.high_percent)
+
+
+def _pool_flaws(pool: EnginePool) -> tuple[Flaw, ...]:
+    stored, rule = pool.spec.kv.watermarks, _watermarks(pool)
+    if (stored.low_percent, stored.high_percent) == (rule.low_percent, rule.high_percent):
+        return ()
+    message = (
+        f"spec.kv.watermarks: lowPercent {stored.low_percent} must be below highPercent"
+        f" {stored.high_percent}; {rule.low_percent} and {rule.high_percent} apply"
+    )
+    return (Flaw(Reason.INVALID, message),)
+
+
+def _unknown_tenants(pool: EnginePool, tier: TierRule) -> UnknownTenantsRule:
+    """Leave out what a refusal doesn't need: a change that no engine notices is no revision."""
+    rule = pool.spec.unknown_tenants
+    if UnknownAction(rule.action) is UnknownAction.REJECT:
+        return UnknownTenantsRule()
+    return UnknownTenantsRule(
+        action=UnknownAction.ADMIT,
+        tier=tier.name,
+        weight=rule.weight,
+        max_running=rule.max_running,
+    )
+
+
+def _name(pool: EnginePool) -> str:
+    return pool.metadata.qualified_name

@@ -1,0 +1,214 @@
+"""The API server, raw: lists objects as JSON and applies status.
+
+Answers are kept as plain JSON: the typed client's models are slow in bulk and refuse objects that
+lack a field which they require.
+"""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from inspect import isawaitable
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote
+
+from kubernetes.aio import client
+from kubernetes.aio.config import load_incluster_config, load_kube_config
+
+from tidegate_operator.resources import API_VERSION, GROUP, KINDS, VERSION, EnginePool, Resource
+
+FIELD_MANAGER = "tidegate"
+API_KEYS_LABEL = "tidegate.io/api-keys"
+
+REQUEST_TIMEOUT_SECONDS = 30.0
+PAGE_SIZE = 500
+
+_APPLY = "application/apply-patch+yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """A kind of object that the operator reads.
+
+    Attributes:
+        model: Of the operator's own kinds; None for Kubernetes' own.
+        label_selector: Only these objects; empty = all.
+    """
+
+    group: str
+    version: str
+    plural: str
+    is_namespaced: bool = True
+    model: type[Resource] | None = None
+    label_selector: str = ""
+
+    def path(self, namespace: str | None = None) -> str:
+        """Return the path under which the objects are listed."""
+        prefix = f"/apis/{self.group}" if self.group else "/api"
+        scope = f"/namespaces/{namespace}" if namespace and self.is_namespaced else ""
+        return f"{prefix}/{self.version}{scope}/{self.plural}"
+
+
+CUSTOM = tuple(
+    Watched(
+        group=GROUP,
+        version=VERSION,
+        plural=model.definition.plural,
+        is_namespaced=model.definition.is_namespaced,
+        model=model,
+    )
+    for model in KINDS
+)
+POOLS = next(watched for watched in CUSTOM if watched.model is EnginePool)
+PODS = Watched(group="", version="v1", plural="pods")
+NAMESPACES = Watched(group="", version="v1", plural="namespaces", is_namespaced=False)
+SECRETS = Watched(group="", version="v1", plural="secrets", label_selector=f"{API_KEYS_LABEL}=true")
+WATCHED = (*CUSTOM, NAMESPACES, SECRETS, PODS)
+
+
+class ApiError(Exception):
+    """The API server refused a request.
+
+    Attributes:
+        status: The HTTP status.
+    """
+
+    def __init__(self, status: int, request: str, answer: str) -> None:
+        super().__init__(f"{request}: HTTP {status}: {answer}")
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """What kopf needs in order to reach the same API server with the same identity."""
+
+    server: str
+    ca_path: str | None
+    certificate_path: str | None
+    private_key_path: str | None
+    token: str | None
+    is_insecure: bool
+
+
+class KubeApi:
+    """One connection pool to the API server."""
+
+    def __init__(self, configuration: client.Configuration) -> None:
+        self._client = client.ApiClient(configuration)
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(cls, kubeconfig: Path | None) -> AsyncIterator[Self]:
+        """Open connections for the length of the block."""
+        api = cls(await _configuration(kubeconfig))
+        try:
+            yield api
+        finally:
+            await api.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()  # type: ignore[no-untyped-call]
+
+    async def list_objects(self, watched: Watched, namespaces: Sequence[str]) -> list[Any]:
+        """Return all objects of a kind as JSON.
+
+        Args:
+            watched: The kind.
+            namespaces: Only those in these; empty = all.
+
+        Raises:
+            ApiError: With status 404 where the kind is not served.
+        """
+        scopes: Sequence[str | None] = namespaces if watched.is_namespaced else ()
+        found: list[Any] = []
+        for scope in scopes or (None,):
+            found += await self._list(watched.path(scope), watched.label_selector)
+        return found
+
+    async def apply_status(self, model: type[Resource], metadata: Any, status: Any) -> None:  # noqa: ANN401
+        """Make `status` the whole of what this operator says about an object.
+
+        Args:
+            model: Its kind.
+            metadata: `name`, `namespace` where it has one, and `uid`: an object of the same name
+                that was created later is not touched.
+            status: JSON.
+
+        Raises:
+            ApiError: 404 or 409 when the object is gone.
+        """
+        watched = next(kind for kind in CUSTOM if kind.model is model)
+        path = f"{watched.path(metadata.get('namespace'))}/{quote(metadata['name'])}/status"
+        body = {
+            "apiVersion": API_VERSION,
+            "kind": model.definition.kind,
+            "metadata": metadata,
+            "status": status,
+        }
+        query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
+        await self._request("PATCH", path, query=query, body=body, content_type=_APPLY)
+
+    async def _list(self, path: str, label_selector: str) -> list[Any]:
+        items: list[Any] = []
+        position = ""
+        while True:
+            query = [("limit", str(PAGE_SIZE))]
+            query += [("labelSelector", label_selector)] if label_selector else []
+            query += [("continue", position)] if position else []
+            answer = await self._request("GET", path, query=query)
+            items += answer["items"]
+            position = answer["metadata"].get("continue") or ""
+            if not position:
+                return items
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: list[tuple[str, str]],
+        body: object = None,
+        content_type: str = "application/json",
+    ) -> Any:  # noqa: ANN401
+        request = await self._client.param_serialize(
+            method,
+            path,
+            query_params=query,
+            header_params={"Accept": "application/json", "Content-Type": content_type},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        response = await self._client.call_api(*request, _request_timeout=REQUEST_TIMEOUT_SECONDS)
+        content = await response.read()  # type: ignore[no-untyped-call]
+        if response.status >= 400:
+            raise ApiError(response.status, f"{method} {path}", content.decode(errors="replace"))
+        return json.loads(content)
+
+
+async def login(kubeconfig: Path | None) -> Login:
+    """Read the credentials anew, as tokens expire."""
+    configuration = await _configuration(kubeconfig)
+    header: Any = configuration.get_api_key_with_prefix("BearerToken")
+    if isawaitable(header):
+        header = await header
+    return Login(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+        token=header.split()[-1] if header else None,
+        is_insecure=not configuration.verify_ssl,
+    )
+
+
+async def _configuration(kubeconfig: Path | None) -> client.Configuration:
+    configuration = client.Configuration()
+    if kubeconfig is None:
+        load_incluster_config(configuration)  # type: ignore[no-untyped-call]
+    else:
+        await load_kube_config(  # type: ignore[no-untyped-call]
+            str(kubeconfig), client_configuration=configuration
+        )
+    return configuration

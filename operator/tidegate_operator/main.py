@@ -1,0 +1,169 @@
+"""Puts the operator together and runs it until it is told to stop."""
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+import kopf
+from pydantic import ValidationError
+from redis.asyncio import Redis
+
+from tidegate_operator.delivery import Delivery
+from tidegate_operator.handlers import build_registry, build_settings
+from tidegate_operator.keys import SigningKeyError, load_signing_key, signer
+from tidegate_operator.kube import CUSTOM, KubeApi, Watched, login
+from tidegate_operator.metrics import Metrics
+from tidegate_operator.reconciler import Reconciler
+from tidegate_operator.reports import ReportBook, ReportListener
+from tidegate_operator.settings import Settings
+from tidegate_operator.status import StatusWriter
+from tidegate_operator.sweep import MissingKindError, Sweeper
+from tidegate_operator.watch_cache import WatchCache
+from tidegate_policies.envelope import Sign
+
+_LOG = logging.getLogger(__name__)
+
+REDIS_TIMEOUT_SECONDS = 2.0
+REDIS_HEALTH_CHECK_SECONDS = 5
+
+
+class Operator:
+    """One operator process: what it knows, and what runs beside kopf."""
+
+    def __init__(
+        self, settings: Settings, *, sign: Sign, api: KubeApi, redis: "Redis", metrics: Metrics
+    ) -> None:
+        """Wire the parts together.
+
+        Args:
+            settings: As parsed from the environment.
+            sign: Signs with the private key.
+            api: Owned by the caller, like all that follow.
+            redis: For policies and reports.
+            metrics: Of this process.
+        """
+        self._settings = settings
+        self._seen_at = time.monotonic()
+        self._cache = WatchCache()
+        self._writer = StatusWriter(
+            api, metrics=metrics, writes_per_second=settings.status_writes_per_second
+        )
+        self._reconciler = Reconciler(
+            cache=self._cache,
+            delivery=Delivery(redis, sign),
+            book=ReportBook(),
+            writer=self._writer,
+            metrics=metrics,
+            usage_seconds=settings.usage_seconds,
+        )
+        self._sweeper = Sweeper(
+            api,
+            cache=self._cache,
+            writer=self._writer,
+            reconciler=self._reconciler,
+            namespaces=settings.namespaces,
+            interval_seconds=settings.sweep_seconds,
+        )
+        self._listener = ReportListener(
+            redis,
+            on_report=self._reconciler.take_report,
+            on_connection=self._reconciler.set_listening,
+        )
+        metrics.watch_age_from(self._watch_age_seconds)
+
+    async def run(self) -> None:
+        """Run until SIGTERM or SIGINT, which kopf turns into its own end.
+
+        Raises:
+            MissingKindError: The CustomResourceDefinitions are not installed.
+        """
+        stop = asyncio.Event()
+        await self._sweeper.first()
+        _LOG.info("all objects are listed; serving %s", self._settings.namespaces or "all")
+        # kopf cancels whatever was started after it when it stops: it comes last.
+        beside: Sequence[Coroutine[Any, Any, None]] = (
+            self._reconciler.run(),
+            self._writer.run(),
+            self._sweeper.run(),
+            self._listener.run(),
+        )
+        tasks = [asyncio.create_task(coroutine) for coroutine in beside]
+        for task in tasks:
+            # One that ends has failed: better a restart than an operator that is half alive.
+            task.add_done_callback(lambda _: stop.set())
+        try:
+            await kopf.operator(
+                registry=build_registry(self._on_event, partial(login, self._settings.kubeconfig)),
+                settings=build_settings(),
+                standalone=True,
+                clusterwide=not self._settings.namespaces,
+                namespaces=self._settings.namespaces,
+                stop_flag=stop,
+            )
+        finally:
+            failed = [task for task in tasks if task.done() and not task.cancelled()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in failed:
+            task.result()
+
+    def _on_event(self, watched: Watched, event_type: str | None, raw: Any) -> None:  # noqa: ANN401
+        self._seen_at = time.monotonic()
+        if event_type is None:
+            # A watch lists anew: what was deleted in between it never tells.
+            self._sweeper.request()
+        if event_type == "DELETED":
+            uid = raw["metadata"]["uid"]
+            self._reconciler.mark(self._cache.remove(watched, uid))
+            if watched in CUSTOM:
+                self._writer.forget(uid)
+        else:
+            self._reconciler.mark(self._cache.put(watched, raw))
+
+    def _watch_age_seconds(self) -> float:
+        return time.monotonic() - self._seen_at
+
+
+async def run_operator(settings: Settings, sign: Sign) -> None:
+    """Open the connections, run the operator, close them."""
+    metrics = Metrics()
+    async with AsyncExitStack() as stack:
+        api = await stack.enter_async_context(KubeApi.connected(settings.kubeconfig))
+        redis = Redis.from_url(
+            settings.redis_url,
+            socket_timeout=REDIS_TIMEOUT_SECONDS,
+            socket_connect_timeout=REDIS_TIMEOUT_SECONDS,
+            health_check_interval=REDIS_HEALTH_CHECK_SECONDS,
+        )
+        stack.push_async_callback(redis.aclose)
+        if settings.metrics_port is not None:
+            stack.callback(metrics.serve(settings.metrics_host, settings.metrics_port))
+        operator = Operator(settings, sign=sign, api=api, redis=redis, metrics=metrics)
+        await operator.run()
+
+
+def main() -> int:
+    """Run the operator as a process; returns its exit code."""
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        for problem in error.errors(include_url=False, include_input=False):
+            name = "_".join(str(part) for part in problem["loc"]).upper()
+            sys.stderr.write(f"TIDEGATE_OPERATOR_{name}: {problem['msg']}\n")
+        return 2
+    logging.basicConfig(
+        level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        sign = signer(load_signing_key(settings.signing_key_file))
+        asyncio.run(run_operator(settings, sign))
+    except (SigningKeyError, MissingKindError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0

@@ -1,0 +1,360 @@
+"""From a compiled cluster and its engines to the status of every object; pure.
+
+The status that is stored (or about to be) is the planner's only memory: what it returns is that
+status, changed as little as possible, so that "equal" means that there is nothing to write.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from tidegate_operator.cluster import ClusterView, InvalidObject, pool_keys
+from tidegate_operator.compiler import CompiledPool, PolicyVerdict
+from tidegate_operator.progress import (
+    MAX_NAMED,
+    Engines,
+    Published,
+    degraded,
+    pending,
+    programmed,
+)
+from tidegate_operator.references import policy_references
+from tidegate_operator.resources import (
+    EnginePool,
+    LabelSelector,
+    Model,
+    Resource,
+    TenantPolicy,
+    unenforced_fields,
+)
+from tidegate_operator.usage import PoolActivity, TenantActivity
+from tidegate_operator.verdicts import (
+    ConditionType,
+    Flaw,
+    Json,
+    Reason,
+    Verdict,
+    accepted,
+    merge_conditions,
+    ready,
+    resolved_refs,
+    timestamp,
+)
+
+# The most telling reason first: a refusal needs a person, lagging engines mostly need a moment.
+_URGENCY = (Reason.ENGINE_REFUSED, Reason.PENDING, Reason.ENGINES_LAGGING, Reason.NO_ENGINES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolState:
+    """One pool: what its policy is, what was published of it, and what its engines do.
+
+    Attributes:
+        published: The newest revision; None until Redis has one.
+        activity: Of the last sampling window.
+    """
+
+    pool: EnginePool
+    compiled: CompiledPool
+    engines: Engines
+    published: Published | None = None
+    is_redis_reachable: bool = True
+    activity: PoolActivity = field(default_factory=PoolActivity)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether the published policy is the compiled one."""
+        return self.published is not None and (
+            self.published.digest == self.compiled.snapshot.digest
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatusUpdate:
+    """The status that an object should have.
+
+    Attributes:
+        status: All of it; a field that is left out is removed.
+        is_settled: False while engines may be just about to acknowledge.
+    """
+
+    model: type[Resource]
+    namespace: str
+    name: str
+    uid: str
+    status: Json
+    is_settled: bool = True
+
+
+def plan_policy_status(
+    view: ClusterView,
+    policy: TenantPolicy,
+    states: Mapping[str, PoolState],
+    *,
+    known: Json,
+    now: datetime,
+) -> StatusUpdate:
+    """Return the status of a TenantPolicy, over all pools that it refers to.
+
+    Args:
+        view: What its references are looked up in.
+        policy: The object.
+        states: The pools by `namespace/name`; those that don't exist are absent.
+        known: Its status so far.
+        now: Stamped on what changes.
+    """
+    own = {
+        key: (states[key], verdict)
+        for key in pool_keys(policy)
+        if key in states
+        and (verdict := states[key].compiled.verdicts.get(policy.metadata.qualified_name))
+    }
+    flaws = [flaw for _, verdict in own.values() for flaw in verdict.flaws]
+    references = policy_references(view, policy)
+    verdicts = [
+        accepted(_gravest_first(flaws), unenforced=unenforced_fields(policy.spec)),
+        resolved_refs(references.missing),
+    ]
+    entries, progress = _policy_pools(policy, own, known=known, now=now)
+    if progress:
+        verdicts.append(_worst(progress))
+    verdicts.append(ready(verdicts))
+    status: Json = {
+        **_common(known, verdicts, generation=policy.metadata.generation, now=now),
+        "tenant": policy.tenant,
+        "tier": references.tier.name,
+        "pools": entries,
+    }
+    if usage := _tenant_usage(policy, [state for state, _ in own.values()]):
+        status["usage"] = usage
+    return _update(policy, status, is_settled=_is_settled(verdicts))
+
+
+def plan_pool_status(state: PoolState, *, known: Json, now: datetime) -> StatusUpdate:
+    """Return the status of an EnginePool."""
+    pool, engines = state.pool, state.engines
+    revision = state.published.revision if state.published is not None else 0
+    key = pool.metadata.qualified_name
+    verdicts = [
+        accepted(state.compiled.flaws, unenforced=unenforced_fields(pool.spec)),
+        resolved_refs(state.compiled.missing),
+        programmed(key, engines, revision, was_programmed=False)
+        if state.is_published
+        else pending(key),
+        degraded(engines, revision, is_redis_reachable=state.is_redis_reachable),
+    ]
+    verdicts.append(ready(verdicts))
+    status: Json = {
+        **_common(known, verdicts, generation=pool.metadata.generation, now=now),
+        "replicas": engines.total,
+        "selector": selector_text(pool.spec.selector),
+        "engines": {
+            "ready": len(engines.ready),
+            "programmed": len(engines.programmed(revision)) if revision else 0,
+            "summary": f"{len(engines.ready)}/{engines.total}",
+        },
+        "usage": _pool_usage(state.activity),
+    }
+    if state.published is not None:
+        published = state.published
+        status["policy"] = {
+            "revision": published.revision,
+            "digest": published.digest,
+            "publishedTime": published.time,
+        }
+    if blocks := sum(report.kv_blocks for report in engines.reports.values()):
+        status["capacity"] = {"kvBlocks": blocks}
+    if laggards := engines.lagging(revision):
+        status["laggards"] = list(laggards[:MAX_NAMED])
+    return _update(pool, status, is_settled=_is_settled(verdicts))
+
+
+def plan_plain_status(
+    resource: Resource, spec: Model, flaws: Sequence[Flaw], *, known: Json, now: datetime
+) -> StatusUpdate:
+    """Return the status of an object that no engine sees by itself: Accepted and Ready."""
+    verdicts = [accepted(flaws, unenforced=unenforced_fields(spec))]
+    verdicts.append(ready(verdicts))
+    generation = resource.metadata.generation
+    return _update(resource, _common(known, verdicts, generation=generation, now=now))
+
+
+def plan_invalid_status(invalid: InvalidObject, *, known: Json, now: datetime) -> StatusUpdate:
+    """Return the status of an object that can't be read."""
+    verdicts = [accepted([Flaw(Reason.INVALID, invalid.problem)])]
+    verdicts.append(ready(verdicts))
+    metadata = invalid.metadata
+    return StatusUpdate(
+        model=invalid.model,
+        namespace=metadata.namespace,
+        name=metadata.name,
+        uid=metadata.uid,
+        status=_common(known, verdicts, generation=metadata.generation, now=now),
+    )
+
+
+def selector_text(selector: LabelSelector) -> str:
+    """Write a label selector as the API server's `labelSelector` parameter takes it."""
+    parts = [f"{key}={value}" for key, value in sorted(selector.match_labels.items())]
+    for term in selector.match_expressions:
+        match term.operator.value:
+            case "In":
+                parts.append(f"{term.key} in ({','.join(term.values)})")
+            case "NotIn":
+                parts.append(f"{term.key} notin ({','.join(term.values)})")
+            case "Exists":
+                parts.append(term.key)
+            case "DoesNotExist":
+                parts.append(f"!{term.key}")
+    return ",".join(parts)
+
+
+def _policy_pools(
+    policy: TenantPolicy,
+    own: Mapping[str, tuple[PoolState, PolicyVerdict]],
+    *,
+    known: Json,
+    now: datetime,
+) -> tuple[list[Json], list[Verdict]]:
+    """Return `status.pools` and the progress in each pool in which the policy is in force."""
+    before = {}
+    if known.get("observedGeneration") == policy.metadata.generation:
+        before = {f"{e['namespace']}/{e['name']}": e for e in known.get("pools", ())}
+    entries, progress = [], []
+    for key in pool_keys(policy):
+        namespace, name = key.split("/")
+        entry: Json = {"name": name, "namespace": namespace, "accepted": False}
+        entries.append(entry)
+        if key not in own:
+            entry["reason"] = str(Reason.POOL_NOT_FOUND)
+            continue
+        state, verdict = own[key]
+        flaws = _gravest_first(verdict.flaws)
+        entry["accepted"] = not flaws
+        entry["reason"] = str(flaws[0].reason if flaws else Reason.ACCEPTED)
+        if verdict.is_in_force:
+            progress.append(_program(entry, key, state, before=before.get(key, {}), now=now))
+    return entries, progress
+
+
+def _program(
+    entry: Json, key: str, state: PoolState, *, before: Mapping[str, Any], now: datetime
+) -> Verdict:
+    """Fill in from which revision on a pool holds a policy, and whether its engines are there."""
+    published = state.published
+    if published is None:
+        return pending(key)
+    revision = int(before.get("revision") or 0)
+    if not 0 < revision <= published.revision:
+        # Equal content has no new revision: then the current one already holds this generation.
+        revision = published.revision if state.is_published else 0
+    if not revision:
+        return pending(key)
+    entry["revision"] = revision
+    is_same = before.get("revision") == revision
+    since = before.get("programmedTime") if is_same else None
+    verdict = programmed(key, state.engines, revision, was_programmed=since is not None)
+    if verdict.holds:
+        entry["programmedTime"] = since or timestamp(now)
+    return verdict
+
+
+def _worst(progress: Sequence[Verdict]) -> Verdict:
+    failed = [verdict for verdict in progress if not verdict.holds]
+    if failed:
+        return min(failed, key=lambda verdict: _URGENCY.index(verdict.reason))
+    if len(progress) == 1:
+        return progress[0]
+    message = f"Every ready engine of all {len(progress)} pools runs this policy."
+    return Verdict(ConditionType.PROGRAMMED, holds=True, reason=Reason.PROGRAMMED, message=message)
+
+
+def _gravest_first(flaws: Sequence[Flaw]) -> list[Flaw]:
+    order = list(Reason)
+    return sorted(flaws, key=lambda flaw: order.index(flaw.reason))
+
+
+def _is_settled(verdicts: Sequence[Verdict]) -> bool:
+    in_transit = (Reason.PENDING, Reason.ENGINES_LAGGING)
+    return not any(
+        verdict.type is ConditionType.PROGRAMMED and verdict.reason in in_transit
+        for verdict in verdicts
+    )
+
+
+def _common(
+    known: Json, verdicts: Sequence[Verdict], *, generation: int, now: datetime
+) -> dict[str, Any]:
+    conditions = known.get("conditions", ())
+    return {
+        "observedGeneration": generation,
+        "conditions": merge_conditions(conditions, verdicts, generation=generation, now=now),
+    }
+
+
+def _update(resource: Resource, status: Json, *, is_settled: bool = True) -> StatusUpdate:
+    metadata = resource.metadata
+    return StatusUpdate(
+        model=type(resource),
+        namespace=metadata.namespace,
+        name=metadata.name,
+        uid=metadata.uid,
+        status=status,
+        is_settled=is_settled,
+    )
+
+
+def _pool_usage(activity: PoolActivity) -> Json:
+    return {
+        "running": activity.running,
+        "waiting": activity.waiting,
+        "kvPercent": _percent(activity.kv_used_blocks, activity.kv_blocks),
+    }
+
+
+def _tenant_usage(policy: TenantPolicy, states: Sequence[PoolState]) -> Json | None:
+    """Return what the tenant uses over all its pools; None at rest, so that rest costs nothing."""
+    name = policy.metadata.qualified_name
+    pairs = [
+        (state, activity)
+        for state in states
+        if (activity := state.activity.tenants.get(policy.tenant)) is not None
+        and state.compiled.verdicts[name].is_in_force
+    ]
+    if all(activity.is_idle for _, activity in pairs):
+        return None
+    activities = [activity for _, activity in pairs]
+    blocks = sum(state.activity.kv_blocks for state, _ in pairs)
+    tokens = sum(activity.output_tokens_per_second for activity in activities)
+    service = sum(activity.service for activity in activities)
+    of_tier = sum(_tier_service(state, policy) for state, _ in pairs)
+    return {
+        "running": sum(activity.running for activity in activities),
+        "waiting": sum(activity.waiting for activity in activities),
+        "kvPercent": _percent(sum(a.kv_used_blocks for a in activities), blocks),
+        "outputTokensPerSecond": _rounded(tokens),
+        "sharePercent": _percent(service, of_tier),
+        "preempted": sum(activity.preempted for activity in activities),
+        "cancelled": sum(activity.cancelled for activity in activities),
+    }
+
+
+def _tier_service(state: PoolState, policy: TenantPolicy) -> float:
+    rules = state.compiled.snapshot.tenant_rules
+    tier = rules[policy.tenant].tier
+    activities: Mapping[str, TenantActivity] = state.activity.tenants
+    return sum(
+        activity.service
+        for tenant, activity in activities.items()
+        if tenant in rules and rules[tenant].tier == tier
+    )
+
+
+def _percent(part: float, whole: float) -> int:
+    return max(0, min(100, round(100 * part / whole))) if whole > 0 else 0
+
+
+def _rounded(rate: float) -> int:
+    """Keep two digits: the noise below them is not worth a write."""
+    return int(float(f"{max(rate, 0.0):.2g}"))

@@ -1,0 +1,137 @@
+"""What a TenantPolicy or an EnginePool refers to: looked up, and the gaps named.
+
+Everything here is the same in every pool of a policy, so that it is looked up once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tidegate_operator.cluster import ClusterView, pool_keys
+from tidegate_operator.resources import EnginePool, PriorityTier, SecretKeyRef, TenantPolicy
+from tidegate_operator.verdicts import Flaw, Reason
+from tidegate_policies.snapshot import TierRule
+
+IMPLICIT_TIER = TierRule(name="_default", value=0)
+"""Tier of policies that name none while no tier is the global default.
+
+No PriorityTier can have the name: Kubernetes allows no underscore in it.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class References:
+    """What an object's references lead to.
+
+    Attributes:
+        tier: In force; the default where none is named or the named one doesn't exist.
+        key_digests: SHA-256 (hex) of the API keys that could be read, sorted.
+        missing: One flaw per reference that leads nowhere.
+    """
+
+    tier: TierRule
+    key_digests: tuple[str, ...] = ()
+    missing: tuple[Flaw, ...] = ()
+
+
+def default_tier(view: ClusterView) -> TierRule:
+    """Return the tier of everything that names none."""
+    return _rule(view.default_tiers[0]) if view.default_tiers else IMPLICIT_TIER
+
+
+def policy_references(view: ClusterView, policy: TenantPolicy) -> References:
+    """Look up everything that `policy` refers to."""
+    digests = (_key_digest(view, policy, ref) for ref in policy.spec.api_key_secret_refs)
+    return References(
+        tier=_tier_or_default(view, policy.spec.priority_tier),
+        key_digests=tuple(sorted({digest for digest in digests if isinstance(digest, str)})),
+        missing=tuple(_missing_of_policy(view, policy)),
+    )
+
+
+def pool_references(view: ClusterView, pool: EnginePool) -> References:
+    """Look up everything that `pool` refers to."""
+    name = pool.spec.unknown_tenants.priority_tier
+    where = "spec.unknownTenants.priorityTier"
+    return References(
+        tier=_tier_or_default(view, name), missing=tuple(_missing_tier(view, where, name))
+    )
+
+
+def forbidden_tiers(view: ClusterView, policy: TenantPolicy) -> Iterator[Flaw]:
+    """Yield a flaw for each tier that `policy` names and its namespace may not use."""
+    namespace = policy.metadata.namespace
+    labels = view.namespaces.get(namespace, {})
+    named = (policy.spec.priority_tier, *policy.spec.allowed_tiers)
+    for name in dict.fromkeys(named):
+        tier = view.tiers.get(name) if name else None
+        if tier is not None and not tier.spec.allowed_namespaces.allows(
+            namespace=namespace, own_namespace="", labels=labels
+        ):
+            yield Flaw(
+                Reason.NAMESPACE_NOT_ALLOWED,
+                f"PriorityTier {tier.metadata.name!r} doesn't allow policies of namespace"
+                f" {namespace!r} (its spec.allowedNamespaces)",
+            )
+
+
+def _missing_of_policy(view: ClusterView, policy: TenantPolicy) -> Iterator[Flaw]:
+    spec, namespace = policy.spec, policy.metadata.namespace
+    for key in pool_keys(policy):
+        if key not in view.pools:
+            yield Flaw(Reason.POOL_NOT_FOUND, f"spec.poolRefs: there is no EnginePool {key!r}")
+    yield from _missing_tier(view, "spec.priorityTier", spec.priority_tier)
+    for name in spec.allowed_tiers:
+        yield from _missing_tier(view, "spec.allowedTiers", name)
+    ppol, slo = spec.preemption_policy_ref, spec.service_level_ref
+    if ppol is not None and f"{namespace}/{ppol.name}" not in view.preemption_policies:
+        yield Flaw(
+            Reason.PREEMPTION_POLICY_NOT_FOUND,
+            f"spec.preemptionPolicyRef: there is no PreemptionPolicy {ppol.name!r} in namespace"
+            f" {namespace!r}; the defaults apply",
+        )
+    if slo is not None and f"{namespace}/{slo.name}" not in view.service_levels:
+        yield Flaw(
+            Reason.SERVICE_LEVEL_NOT_FOUND,
+            f"spec.serviceLevelRef: there is no ServiceLevel {slo.name!r} in namespace"
+            f" {namespace!r}; no service level applies",
+        )
+    for ref in spec.api_key_secret_refs:
+        digest = _key_digest(view, policy, ref)
+        if isinstance(digest, Flaw):
+            yield digest
+
+
+def _missing_tier(view: ClusterView, where: str, name: str | None) -> Iterator[Flaw]:
+    if name is not None and name not in view.tiers:
+        yield Flaw(
+            Reason.TIER_NOT_FOUND,
+            f"{where}: there is no PriorityTier {name!r}; the default tier"
+            f" {default_tier(view).name!r} applies",
+        )
+
+
+def _tier_or_default(view: ClusterView, name: str | None) -> TierRule:
+    tier = view.tiers.get(name) if name else None
+    return _rule(tier) if tier is not None else default_tier(view)
+
+
+def _key_digest(view: ClusterView, policy: TenantPolicy, ref: SecretKeyRef) -> str | Flaw:
+    namespace = policy.metadata.namespace
+    secret = view.secrets.get(f"{namespace}/{ref.name}")
+    if secret is None:
+        return Flaw(
+            Reason.SECRET_NOT_FOUND,
+            f"spec.apiKeySecretRefs: there is no Secret {ref.name!r} in namespace {namespace!r}"
+            " with the label tidegate.io/api-keys=true",
+        )
+    digest = secret.get(ref.key)
+    if digest is None:
+        return Flaw(
+            Reason.SECRET_KEY_NOT_FOUND,
+            f"spec.apiKeySecretRefs: Secret {ref.name!r} holds nothing under {ref.key!r}",
+        )
+    return digest
+
+
+def _rule(tier: PriorityTier) -> TierRule:
+    return TierRule(name=tier.metadata.name, value=tier.spec.value)

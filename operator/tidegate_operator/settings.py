@@ -1,0 +1,45 @@
+"""The operator's settings, read from the environment once."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+
+class Settings(BaseSettings):
+    """How one operator process runs; every field is `TIDEGATE_OPERATOR_<FIELD>`.
+
+    Attributes:
+        redis_url: Where policies go and reports come from, `redis://[user:password@]host:port/db`.
+        signing_key_file: Ed25519 private key, PEM or base64 of the raw 32 bytes.
+        kubeconfig: None = the service account of the pod.
+        namespaces: The only ones to serve, separated by commas; empty = all.
+        metrics_port: Serves `/metrics` there; None = not at all.
+        metrics_host: The address to serve them on.
+        sweep_seconds: How often all objects are listed, to find deletions that no watch told of.
+        usage_seconds: How often usage in status may change.
+        status_writes_per_second: The most writes to the API server.
+        log_level: Name of a level of the standard library.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="TIDEGATE_OPERATOR_", frozen=True)
+
+    redis_url: str = "redis://127.0.0.1:6379/0"
+    signing_key_file: Path
+    kubeconfig: Path | None = None
+    namespaces: Annotated[tuple[str, ...], NoDecode] = ()
+    metrics_port: Annotated[int | None, Field(ge=0, le=65535)] = None
+    metrics_host: str = "0.0.0.0"
+    sweep_seconds: Annotated[float, Field(gt=0)] = 60.0
+    usage_seconds: Annotated[float, Field(gt=0)] = 10.0
+    status_writes_per_second: Annotated[float, Field(gt=0)] = 50.0
+    log_level: str = "INFO"
+
+    @field_validator("namespaces", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        """Take `a,b` as well as a list."""
+        if isinstance(value, str):
+            return tuple(name.strip() for name in value.split(",") if name.strip())
+        return value

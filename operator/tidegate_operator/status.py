@@ -1,0 +1,188 @@
+"""Status on its way to the API server: only what differs, urgent first, at a bounded rate."""
+
+import asyncio
+import itertools
+import logging
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import aiohttp
+
+from tidegate_operator.kube import ApiError
+from tidegate_operator.metrics import Metrics
+from tidegate_operator.planner import StatusUpdate
+from tidegate_operator.resources import Resource
+from tidegate_operator.verdicts import Json
+
+_LOG = logging.getLogger(__name__)
+
+HOLD_SECONDS = 0.3
+"""How long a status that is about to change again is held back: engines mostly answer sooner."""
+
+WRITERS = 8
+RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+
+_GONE = (404, 409)
+_REFUSED = (400, 422)
+
+
+class StatusApi(Protocol):
+    """Where statuses go."""
+
+    async def apply_status(self, model: type[Resource], metadata: Json, status: Json) -> None:
+        """Make `status` the whole of what this operator says about an object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pending:
+    update: StatusUpdate
+    due: float
+    is_urgent: bool
+    order: int
+    failures: int = 0
+
+
+class StatusWriter:
+    """Knows the status of every object as stored and as wanted, and writes the difference.
+
+    Only the newest wanted status of an object is ever written, and never two at a time.
+    """
+
+    def __init__(self, api: StatusApi, *, metrics: Metrics, writes_per_second: float) -> None:
+        """Prepare to write.
+
+        Args:
+            api: Owned by the caller.
+            metrics: Counts the writes.
+            writes_per_second: On average; as many may be written at once after a rest.
+        """
+        self._api = api
+        self._metrics = metrics
+        self._rate = writes_per_second
+        self._tokens = writes_per_second
+        self._refilled = 0.0
+        self._stored: dict[str, Json] = {}
+        self._pending: dict[str, _Pending] = {}
+        self._writing: dict[str, Json] = {}
+        self._written_since_sweep: set[str] = set()
+        self._order = itertools.count()
+        self._wake = asyncio.Event()
+
+    def known(self, uid: str) -> Json:
+        """Return the status that the object has, or is about to have."""
+        if uid in self._pending:
+            return self._pending[uid].update.status
+        return self._writing.get(uid) or self._stored.get(uid) or {}
+
+    def submit(self, update: StatusUpdate) -> None:
+        """Have a status written, unless it is the stored one already."""
+        uid = update.uid
+        current = self._writing.get(uid, self._stored.get(uid, {}))
+        if update.status == current or _generation(update.status) < _generation(current):
+            self._pending.pop(uid, None)
+            return
+        now = asyncio.get_running_loop().time()
+        waiting = self._pending.get(uid)
+        due = now if update.is_settled else now + HOLD_SECONDS
+        order = next(self._order)
+        if waiting is not None:
+            due, order = min(due, max(waiting.due, now)), waiting.order
+        is_urgent = update.status.get("conditions") != current.get("conditions")
+        self._pending[uid] = _Pending(update=update, due=due, is_urgent=is_urgent, order=order)
+        self._wake.set()
+
+    def begin_sweep(self) -> None:
+        """Note that lists are asked for: what is written from now on is newer than they tell."""
+        self._written_since_sweep.clear()
+
+    def observe(self, uid: str, status: Json) -> bool:
+        """Take in the status as a list tells it; tell whether somebody else changed it."""
+        if uid in self._written_since_sweep or uid in self._writing:
+            return False
+        is_foreign = uid in self._stored and self._stored[uid] != status
+        self._stored[uid] = status
+        return is_foreign
+
+    def forget(self, uid: str) -> None:
+        """Drop an object that is gone."""
+        self._stored.pop(uid, None)
+        self._pending.pop(uid, None)
+
+    async def run(self) -> None:
+        """Write until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(WRITERS):
+                group.create_task(self._write_for_ever())
+
+    async def _write_for_ever(self) -> None:
+        while True:
+            pending = await self._next()
+            uid = pending.update.uid
+            self._writing[uid] = pending.update.status
+            try:
+                await self._write(pending)
+            finally:
+                del self._writing[uid]
+                self._wake.set()
+
+    async def _next(self) -> _Pending:
+        """Wait for a status that is due and for the budget to write it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            waiting = [p for uid, p in self._pending.items() if uid not in self._writing]
+            due = [pending for pending in waiting if pending.due <= loop.time()]
+            if due and (pause := self._refill(loop.time())) == 0.0:
+                first = min(due, key=lambda pending: (not pending.is_urgent, pending.order))
+                self._tokens -= 1.0
+                return self._pending.pop(first.update.uid)
+            if not due:
+                pause = min((pending.due - loop.time() for pending in waiting), default=60.0)
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(max(pause, 0.001)):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    def _refill(self, now: float) -> float:
+        """Return the seconds until a write is within the budget; 0 for now."""
+        self._tokens = min(self._rate, self._tokens + (now - self._refilled) * self._rate)
+        self._refilled = now
+        return 0.0 if self._tokens >= 1.0 else (1.0 - self._tokens) / self._rate
+
+    async def _write(self, pending: _Pending) -> None:
+        update = pending.update
+        kind = update.model.definition.kind
+        metadata = {"name": update.name, "uid": update.uid}
+        if update.namespace:
+            metadata["namespace"] = update.namespace
+        try:
+            await self._api.apply_status(update.model, metadata, update.status)
+        except ApiError as error:
+            self._metrics.status_writes.labels(kind, str(error.status)).inc()
+            if error.status in _GONE:
+                self.forget(update.uid)
+            elif error.status in _REFUSED:
+                _LOG.error("a status was refused: %s", error)
+                self._stored[update.uid] = update.status
+            else:
+                self._retry(pending, error)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self._metrics.status_writes.labels(kind, "error").inc()
+            self._retry(pending, error)
+        else:
+            self._metrics.status_writes.labels(kind, "ok").inc()
+            self._stored[update.uid] = update.status
+            self._written_since_sweep.add(update.uid)
+
+    def _retry(self, pending: _Pending, error: Exception) -> None:
+        uid = pending.update.uid
+        pause = RETRY_SECONDS[min(pending.failures, len(RETRY_SECONDS) - 1)]
+        _LOG.warning("a status was not written, again in %s s: %s", pause, error)
+        if uid not in self._pending:
+            due = asyncio.get_running_loop().time() + pause
+            self._pending[uid] = replace(pending, due=due, failures=pending.failures + 1)
+
+
+def _generation(status: Json) -> int:
+    return int(status.get("observedGeneration") or 0)

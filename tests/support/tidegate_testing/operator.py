@@ -1,0 +1,144 @@
+"""The real operator as a process of its own, and what it says about objects."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tidegate_devcluster.kubectl import Kubectl
+from tidegate_operator.keys import generate_signing_key, load_signing_key, public_key_text
+
+Manifest = dict[str, Any]
+
+STOP_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorSetup:
+    """What an operator process needs; the same for each restart."""
+
+    kubeconfig: Path
+    redis_url: str
+    directory: Path
+    namespaces: tuple[str, ...] = ()
+
+    @property
+    def public_key(self) -> str:
+        """What engines verify policies with."""
+        path = self.directory / "signing-key.pem"
+        key = load_signing_key(path) if path.exists() else generate_signing_key(path)
+        return public_key_text(key)
+
+    def environment(self) -> dict[str, str]:
+        """Return the process's environment."""
+        assert self.public_key
+        return os.environ | {
+            "TIDEGATE_OPERATOR_KUBECONFIG": str(self.kubeconfig),
+            "TIDEGATE_OPERATOR_REDIS_URL": self.redis_url,
+            "TIDEGATE_OPERATOR_SIGNING_KEY_FILE": str(self.directory / "signing-key.pem"),
+            "TIDEGATE_OPERATOR_NAMESPACES": ",".join(self.namespaces),
+            "TIDEGATE_OPERATOR_USAGE_SECONDS": "1",
+        }
+
+
+class OperatorProcess:
+    """One running operator."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process = process
+        self.log = log
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it without warning."""
+        self._process.kill()
+        self._process.wait(timeout=STOP_SECONDS)
+
+    def stop(self) -> int:
+        """Ask it to end; returns its exit code."""
+        if self.is_running:
+            self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(timeout=STOP_SECONDS)
+
+
+@contextmanager
+def running_operator(setup: OperatorSetup) -> Iterator[OperatorProcess]:
+    """Run the operator for the length of the block; nothing is left behind."""
+    log = setup.directory / "operator.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tidegate_operator"],
+            env=setup.environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        running = OperatorProcess(process, log)
+        try:
+            yield running
+            if running.is_running:
+                assert running.stop() == 0, log.read_text()
+        finally:
+            if running.is_running:
+                running.kill()
+
+
+def read(kubectl: Kubectl, kind: str, name: str, namespace: str = "") -> Manifest:
+    """Return an object as JSON."""
+    where = ["-n", namespace] if namespace else []
+    found: Manifest = json.loads(
+        kubectl("get", kind, name, *where, "-o", "json", check=True).stdout
+    )
+    return found
+
+
+def conditions(manifest: Manifest) -> dict[str, tuple[str, str]]:
+    """Return status and reason by condition, of those that are about the current generation."""
+    generation = manifest["metadata"]["generation"]
+    return {
+        entry["type"]: (entry["status"], entry["reason"])
+        for entry in manifest.get("status", {}).get("conditions", ())
+        if entry["observedGeneration"] == generation
+    }
+
+
+def wait_until(
+    probe: Callable[[], bool], *, timeout: float = 20.0, context: Callable[[], Any] | None = None
+) -> None:
+    """Ask `probe` until its answer is true."""
+    latest = time.monotonic() + timeout
+    while not probe():
+        if time.monotonic() > latest:
+            raise AssertionError(f"not true within {timeout} s; {context() if context else ''}")
+
+
+def wait_for_conditions(
+    kubectl: Kubectl, kind: str, name: str, namespace: str = "", **expected: str
+) -> Manifest:
+    """Wait until conditions of the current generation have these reasons; returns the object."""
+    last: dict[str, Manifest] = {}
+
+    def has_reasons() -> bool:
+        last["object"] = read(kubectl, kind, name, namespace)
+        found = conditions(last["object"])
+        return all(found.get(key, ("", ""))[1] == reason for key, reason in expected.items())
+
+    wait_until(has_reasons, context=lambda: json.dumps(last.get("object", {}).get("status")))
+    return last["object"]
+
+
+def apply(kubectl: Kubectl, namespace: str, *manifests: Mapping[str, Any]) -> None:
+    """Apply manifests with the real kubectl, as a user does."""
+    listed = {"apiVersion": "v1", "kind": "List", "items": list(manifests)}
+    kubectl("apply", "-n", namespace, "-f", "-", input=json.dumps(listed), check=True)
