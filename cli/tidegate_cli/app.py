@@ -30,6 +30,9 @@ JsonFile = Annotated[
 Quick = Annotated[bool, typer.Option("--quick", help="Shorter and less precise, same figures.")]
 Replicas = Annotated[int, typer.Option(min=1, max=64, help="Engine pods.")]
 
+TABLE_WIDTH = 118
+"""What the widest table needs; a narrower terminal wraps its lines, which loses nothing."""
+
 app = typer.Typer(
     name="tidegate",
     help="Multi-tenant LLM inference scheduling on Kubernetes.",
@@ -50,14 +53,14 @@ def up(
 ) -> None:
     """Run everything on this machine, with sample policies, until Ctrl-C."""
     local = LocalSettings(replicas=replicas, executor="simulated" if simulated else "torch")
-    run_to_end(stay_up(Console(), local=local, progress=to_stderr), interrupted=0)
+    run_to_end(stay_up(_console(), local=local, progress=to_stderr), interrupted=0)
 
 
 @app.command()
 def demo(json_file: JsonFile = None, quick: Quick = False) -> None:
     """Show a policy change take effect under recorded traffic; ends by itself."""
     settings = DemoSettings.quick() if quick else DemoSettings()
-    run_to_end(run_demo(Console(), settings=settings, progress=to_stderr, json_file=json_file))
+    run_to_end(run_demo(_console(), settings=settings, progress=to_stderr, json_file=json_file))
 
 
 @app.command()
@@ -89,7 +92,7 @@ def propagation(  # noqa: PLR0917 - typer passes options by name
     if quick:
         settings = settings.quick()
     run_to_end(
-        run_propagation(Console(), settings=settings, progress=to_stderr, json_file=json_file)
+        run_propagation(_console(), settings=settings, progress=to_stderr, json_file=json_file)
     )
 
 
@@ -117,6 +120,12 @@ async def _cancelled_by_sigterm(work: Coroutine[None, None, None]) -> None:
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     await work
+
+
+def _console() -> Console:
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    return console
 
 
 def main() -> None:

@@ -29,6 +29,9 @@ DEMANDS = {"gold": 0.2, "silver": 0.4, "batch": 0.4}
 """Parts of the service asked for. Gold asks for less than the engines have, silver and batch for
 more than what is left."""
 
+ENGINES = LocalSettings(kv_blocks=40, max_num_seqs=12)
+"""So little KV memory that long requests now and then push others out."""
+
 PROGRAMMED_SECONDS = 30.0
 LEAST_RISE_POINTS = 10.0
 """By how much silver's share of its tier has to rise when its weight triples (25 are due)."""
@@ -41,12 +44,16 @@ class DemoSettings:
     Attributes:
         load: Service asked for, as a multiple of what the engines can do.
         length_factor: Recorded lengths are multiplied by this, to fit the small model.
+        warm_up_seconds: Before the capacity is measured.
+        lead_in_seconds: Of traffic before the first phase, for queues to grow: weights divide
+            what tenants wait for, and nothing else.
     """
 
     load: float = 2.0
-    length_factor: float = 0.25
+    length_factor: float = 0.125
     warm_up_seconds: float = 4.0
     capacity_seconds: float = 10.0
+    lead_in_seconds: float = 15.0
     before_seconds: float = 45.0
     after_seconds: float = 60.0
     seed: int = 1
@@ -55,7 +62,11 @@ class DemoSettings:
     def quick(cls) -> "DemoSettings":
         """Return settings that show the same with less precision."""
         return cls(
-            warm_up_seconds=2.0, capacity_seconds=5.0, before_seconds=12.0, after_seconds=15.0
+            warm_up_seconds=2.0,
+            capacity_seconds=5.0,
+            lead_in_seconds=10.0,
+            before_seconds=15.0,
+            after_seconds=20.0,
         )
 
 
@@ -101,6 +112,8 @@ class Demo:
         )
         async with self._traffic() as traffic:
             traffic.start(scale_gaps(self._plan, gap_factor))
+            self._say(f"traffic runs; {self._settings.lead_in_seconds:g} s for queues to grow ...")
+            await asyncio.sleep(self._settings.lead_in_seconds)
             before = await self._phase("before", traffic, self._settings.before_seconds)
             times = await self._change()
             after = await self._phase("after", traffic, self._settings.after_seconds)
@@ -124,7 +137,7 @@ class Demo:
         )
 
     def _say(self, line: str) -> None:
-        self._console.print(line, highlight=False)
+        self._console.print(line, highlight=False, soft_wrap=True)
 
     def _show_lengths(self) -> None:
         self._say(
@@ -272,7 +285,7 @@ async def run_demo(
         CommandError: Something didn't start, or did not hold.
         DevClusterError: The cluster didn't start.
     """
-    async with LocalTidegate(LocalSettings(), progress=progress) as tidegate:
+    async with LocalTidegate(ENGINES, progress=progress) as tidegate:
         result = await Demo(tidegate, settings, console).run()
         if json_file is not None:
             result.write(json_file)

@@ -57,8 +57,8 @@ class LocalSettings:
 
     executor: Literal["torch", "simulated"] = "torch"
     replicas: int = 2
-    kv_blocks: int = 96
-    max_num_seqs: int = 8
+    kv_blocks: int = 512
+    max_num_seqs: int = 16
     engine_environment: Mapping[str, str] | None = None
     namespace: str = "demo"
     policies: str = "gold-silver-batch"
@@ -205,7 +205,8 @@ class LocalTidegate:
         def tell(line: str) -> None:
             self._tell(f"[{time.monotonic() - began:6.1f} s] {line}")
 
-        engine = (sys.executable, "-m", "tidegate_engine")
+        # In a real cluster engines don't share cores with the control plane; here they yield.
+        engine = ("nice", "-n", "10", sys.executable, "-m", "tidegate_engine")
         self.cluster = await exits.enter_async_context(
             DevCluster(
                 root=self.work_folder / "cluster", images={ENGINE_IMAGE: engine}, progress=tell

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rich import box
 from rich.table import Table
 
 from tidegate_cli.traces import LengthSummary
@@ -75,14 +76,21 @@ class Phase:
 
 def phases_table(phases: Sequence[Phase]) -> Table:
     """Lay the phases out with each tenant's rows together, so that the change meets the eye."""
-    table = Table(title="Per tenant, before and after the change")
+    table = Table(title="Per tenant, before and after the change", box=box.SIMPLE_HEAD)
     for heading in ("tenant", "phase", "tier", "weight"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=True)
     for heading in (
-        "sent", "done", "TTFT p50", "TTFT p99", "ITL p99", "output tokens",
-        "of all", "of its tier", "by weight", "preempted",
-    ):  # fmt: skip
-        table.add_column(heading, justify="right")
+        "sent",
+        "done",
+        "TTFT p50",
+        "TTFT p99",
+        "ITL p99",
+        "output\ntokens",
+        "share\nof all",
+        "share in tier\n(by weight)",
+        "pre-\nempted",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
     for same_tenant in zip(*(phase.tenants for phase in phases), strict=True):
         for phase, one in zip(phases, same_tenant, strict=True):
             table.add_row(*_row(phase, one), end_section=phase is phases[-1])
@@ -91,7 +99,7 @@ def phases_table(phases: Sequence[Phase]) -> Table:
 
 def lengths_table(plans: Mapping[str, LengthSummary]) -> Table:
     """Show how long the requests are."""
-    table = Table(title="Traffic, lengths in tokens")
+    table = Table(title="Traffic, lengths in tokens", box=box.SIMPLE_HEAD)
     table.add_column("tenant")
     for heading in ("n", "prompt p50", "prompt p95", "output p50", "output p95"):
         table.add_column(heading, justify="right")
@@ -109,7 +117,7 @@ def lengths_table(plans: Mapping[str, LengthSummary]) -> Table:
 
 def memory_table(megabytes: Mapping[str, float]) -> Table:
     """Show the resident memory of every process."""
-    table = Table(title="Resident memory")
+    table = Table(title="Resident memory", box=box.SIMPLE_HEAD)
     table.add_column("process")
     table.add_column("MB", justify="right")
     for name, size in megabytes.items():
@@ -121,7 +129,7 @@ def memory_table(megabytes: Mapping[str, float]) -> Table:
 
 def figures_table(title: str, figures: Mapping[str, float]) -> Table:
     """Show named numbers."""
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in figures.items():
@@ -153,8 +161,7 @@ def _row(phase: Phase, one: TenantPhase) -> tuple[str, ...]:
         latency_text(one.calls.itl_p99),
         str(one.service.output_tokens),
         f"{phase.total_shares()[one.tenant]:.0f} %",
-        f"{got:.0f} %",
-        f"{due:.0f} %",
+        f"{got:.0f} % ({due:.0f} %)",
         str(one.service.preemptions),
     )
 
