@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import httpx
@@ -43,13 +43,18 @@ def digest_of(key: str) -> str:
 
 def a_keyed_tenant(name: str = "acme", **fields: object) -> TenantRule:
     """Build the rule of a tenant that calls with `key_of(name)`."""
-    return a_tenant(name, key_digests=(digest_of(key_of(name)),), **fields)
+    return a_tenant(name, **{"key_digests": (digest_of(key_of(name)),), **fields})  # type: ignore[arg-type]
 
 
 @dataclass
 class StepGate:
-    """Paces a simulated executor by hand: steps pass while it is open, and wait while it is shut."""
+    """Paces a simulated executor by hand: steps pass while it is open, else they wait.
 
+    Attributes:
+        is_holding: Whether a step waits.
+    """
+
+    is_holding: bool = False
     _open: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -58,15 +63,19 @@ class StepGate:
     def __call__(self, seconds: float) -> None:
         """Let a step's time pass."""
         time.sleep(seconds)
-        self._open.wait()
+        if not self._open.is_set():
+            self.is_holding = True
+            self._open.wait()
+            self.is_holding = False
 
     def open(self) -> None:
         """Let steps pass."""
         self._open.set()
 
     def shut(self) -> None:
-        """Hold the step in flight, and so the engine."""
+        """Hold the next step; return while it is held."""
         self._open.clear()
+        eventually(lambda: self.is_holding, "a step to hold")
 
 
 @dataclass
@@ -75,12 +84,14 @@ class RunningEngine:
 
     Attributes:
         gate: Holds its steps.
+        exits: Closes the clients.
     """
 
     service: Service
     port: int
     event_loop: asyncio.AbstractEventLoop
     gate: StepGate
+    exits: ExitStack
     revision: int = 0
 
     @property
@@ -131,17 +142,19 @@ class RunningEngine:
 
     def openai(self, tenant: str = "acme", **options: object) -> OpenAI:
         """The official client with the tenant's key, without repeats."""
-        return OpenAI(
+        client = OpenAI(
             base_url=f"{self.base_url}/v1",
             api_key=key_of(tenant),
             max_retries=0,
             **options,  # type: ignore[arg-type]
         )
+        return self.exits.enter_context(client)
 
     def http(self, tenant: str = "acme") -> httpx.Client:
         """A plain client with the tenant's key."""
         headers = {"authorization": f"Bearer {key_of(tenant)}"}
-        return httpx.Client(base_url=self.base_url, headers=headers, timeout=30)
+        client = httpx.Client(base_url=self.base_url, headers=headers, timeout=30)
+        return self.exits.enter_context(client)
 
     def _in_loop(self, call: Callable[[], None]) -> None:
         done = threading.Event()
@@ -175,6 +188,7 @@ def a_running_engine(
         limits=EngineLimits(max_num_seqs=max_num_seqs, max_waiting=max_waiting),
     )
     started = threading.Event()
+    exits = ExitStack()
     engines: list[RunningEngine] = []
     servers: list[uvicorn.Server] = []
     listener = socket.create_server(("127.0.0.1", 0))
@@ -193,7 +207,7 @@ def a_running_engine(
         )
         server = uvicorn.Server(config)
         port = listener.getsockname()[1]
-        engines.append(RunningEngine(service, port, asyncio.get_running_loop(), gate))
+        engines.append(RunningEngine(service, port, asyncio.get_running_loop(), gate, exits))
         servers.append(server)
         service.engine.start()
         started.set()
@@ -209,6 +223,7 @@ def a_running_engine(
         yield engines[0]
     finally:
         gate.open()
+        exits.close()
         servers[0].should_exit = True
         thread.join()
 

@@ -1,0 +1,68 @@
+import pytest
+
+from tidegate_engine.policy_board import PolicyInForce
+from tidegate_engine.server.errors import InvalidApiKeyError, NoPolicyError
+from tidegate_engine.server.identity import Identities
+from tidegate_policies.snapshot import (
+    UNKNOWN_TENANT,
+    PolicySnapshot,
+    UnknownAction,
+    UnknownTenantsRule,
+)
+from tidegate_testing.engines import a_keyed_tenant, digest_of
+from tidegate_testing.policies import a_snapshot
+
+ADMIT = UnknownTenantsRule(action=UnknownAction.ADMIT, tier="standard")
+
+
+def identities(policy: PolicySnapshot) -> Identities:
+    known = Identities()
+    known.use_policy(PolicyInForce(snapshot=policy, revision=1, digest=policy.digest, step=1))
+    return known
+
+
+def test_without_a_policy_nobody_is_known() -> None:
+    with pytest.raises(NoPolicyError):
+        Identities().tenant_of("Bearer sk-acme")
+
+
+def test_the_holder_of_a_key_is_its_tenant() -> None:
+    known = identities(a_snapshot(a_keyed_tenant("acme"), a_keyed_tenant("zeta")))
+    assert known.tenant_of("Bearer sk-acme") == "acme"
+    assert known.tenant_of("bearer  sk-zeta ") == "zeta"
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", "Bearer sk-nobody", "Basic sk-acme", "sk-acme"]
+)
+def test_everybody_else_is_refused_or_unknown(header: str | None) -> None:
+    with pytest.raises(InvalidApiKeyError):
+        identities(a_snapshot(a_keyed_tenant())).tenant_of(header)
+    open_to_all = a_snapshot(a_keyed_tenant(), unknown_tenants=ADMIT)
+    assert identities(open_to_all).tenant_of(header) == UNKNOWN_TENANT
+
+
+def test_the_digest_of_a_key_is_no_key() -> None:
+    with pytest.raises(InvalidApiKeyError):
+        identities(a_snapshot(a_keyed_tenant())).tenant_of(f"Bearer {digest_of('sk-acme')}")
+
+
+def test_an_empty_key_is_nobodys_even_when_the_policy_names_it() -> None:
+    policy = a_snapshot(a_keyed_tenant(key_digests=(digest_of(""),)))
+    with pytest.raises(InvalidApiKeyError):
+        identities(policy).tenant_of("Bearer ")
+
+
+def test_keys_may_hold_any_bytes() -> None:
+    policy = a_snapshot(a_keyed_tenant(key_digests=(digest_of("schlüssel"),)))
+    sent = "Bearer schlüssel".encode().decode("latin-1")
+    assert identities(policy).tenant_of(sent) == "acme"
+
+
+def test_a_new_policy_replaces_all_keys() -> None:
+    known = identities(a_snapshot(a_keyed_tenant("acme")))
+    policy = a_snapshot(a_keyed_tenant("zeta"))
+    known.use_policy(PolicyInForce(snapshot=policy, revision=2, digest="", step=1))
+    assert known.tenant_of("Bearer sk-zeta") == "zeta"
+    with pytest.raises(InvalidApiKeyError):
+        known.tenant_of("Bearer sk-acme")

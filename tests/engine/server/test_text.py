@@ -1,0 +1,128 @@
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidegate_engine.core.plan import SampledToken
+from tidegate_engine.core.request import FinishReason, TokenOutput
+from tidegate_engine.model.bytes_tokenizer import END_TOKEN_ID, BytesTokenizer
+from tidegate_engine.server.text import AnswerText, StopStrings, TextDelta
+
+TOKENIZER = BytesTokenizer()
+SHORT = st.text("abc", min_size=1, max_size=4)
+
+
+def cut(text: str, borders: list[int]) -> list[str]:
+    """Cut `text` at the borders that lie in it."""
+    at = sorted({0, len(text), *(b for b in borders if b < len(text))})
+    return [text[a:b] for a, b in itertools.pairwise(at)]
+
+
+def until_stop(stops: list[str], pieces: list[str]) -> str:
+    found = StopStrings(stops)
+    shown = ""
+    for piece in pieces:
+        text, has_stopped = found.push(piece)
+        shown += text
+        if has_stopped:
+            return shown
+    return shown + found.finish()
+
+
+def outputs(text: str, *, reason: FinishReason = FinishReason.LENGTH) -> list[TokenOutput]:
+    ids = TOKENIZER.encode(text)
+    return [
+        TokenOutput(
+            request_id="r",
+            token=SampledToken(token_id=token_id, logprob=-1.0, top_logprobs=((token_id, -1.0),)),
+            finish_reason=reason if number == len(ids) else None,
+        )
+        for number, token_id in enumerate(ids, start=1)
+    ]
+
+
+def an_answer(*stops: str, stop_token_ids: tuple[int, ...] = ()) -> AnswerText:
+    return AnswerText(TOKENIZER, stops=stops, stop_token_ids=stop_token_ids)
+
+
+def push_all(answer: AnswerText, tokens: list[TokenOutput]) -> list[TextDelta]:
+    deltas: list[TextDelta] = []
+    for token in tokens:
+        deltas.append(answer.push(token))
+        if deltas[-1].finish_reason is not None:
+            break
+    return deltas
+
+
+@given(
+    st.text("abc", max_size=12),
+    st.lists(SHORT, max_size=3),
+    st.lists(st.integers(1, 12), max_size=6),
+)
+def test_the_text_ends_before_the_stop_string_that_is_complete_first(
+    text: str, stops: list[str], borders: list[int]
+) -> None:
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    expected = text[: min(ends)[1]] if ends else text
+    assert until_stop(stops, cut(text, borders)) == expected
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    stops = StopStrings(["END"])
+    assert [stops.push(piece)[0] for piece in ("xE", "N", "x", "EN")] == ["x", "", "ENx", ""]
+    assert stops.finish() == "EN"
+
+
+def test_a_stop_string_across_token_borders_ends_the_answer_before_it() -> None:
+    answer = an_answer("llo")
+    deltas = push_all(answer, outputs("hello world"))
+    assert "".join(delta.text for delta in deltas) == "he"
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert answer.num_tokens == len("hello")
+
+
+def test_held_back_text_comes_when_the_answer_ends_without_the_stop_string() -> None:
+    deltas = push_all(an_answer("llo"), outputs("hell"))
+    assert "".join(delta.text for delta in deltas) == "hell"
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_the_token_that_ends_the_answer_counts_and_has_no_text() -> None:
+    answer = an_answer(stop_token_ids=(END_TOKEN_ID,))
+    end = TokenOutput(
+        request_id="r", token=SampledToken(token_id=END_TOKEN_ID), finish_reason=FinishReason.STOP
+    )
+    deltas = push_all(answer, [*outputs("hi")[:1], end])
+    assert [delta.text for delta in deltas] == ["h", ""]
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert answer.num_tokens == 2
+
+
+def test_an_end_without_a_token_releases_what_was_held_back() -> None:
+    answer = an_answer("zz")
+    assert answer.push(outputs("z.")[0]).text == ""
+    end = TokenOutput(request_id="r", token=None, finish_reason=FinishReason.LENGTH)
+    delta = answer.push(end)
+    assert (delta.text, delta.finish_reason, answer.num_tokens) == ("z", FinishReason.LENGTH, 1)
+
+
+def test_a_character_of_several_tokens_comes_whole() -> None:
+    deltas = push_all(an_answer(), outputs("aé"))
+    assert [delta.text for delta in deltas] == ["a", "", "é"]
+
+
+def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
+    deltas = push_all(an_answer("llo"), outputs("hellx"))
+    assert [[token.text for token in delta.logprobs] for delta in deltas] == [
+        ["h"],
+        ["e"],
+        [],
+        [],
+        ["l", "l", "x"],
+    ]
+    assert [token.offset for delta in deltas for token in delta.logprobs] == [0, 1, 2, 3, 4]
+
+
+def test_tokens_of_a_stop_string_have_no_log_probabilities() -> None:
+    deltas = push_all(an_answer("llo"), outputs("hello"))
+    assert [token.text for delta in deltas for token in delta.logprobs] == ["h", "e"]
