@@ -52,7 +52,8 @@ def _server_container(**changes: Any) -> dict[str, Any]:
     return {
         "name": "web",
         "image": "python",
-        "args": [SERVER, "$(WEB_PORT)"],
+        # -P: a neighbour of the script must not shadow the standard library.
+        "args": ["-P", SERVER, "$(WEB_PORT)"],
         "env": env,
         "ports": [{"containerPort": 8000}],
         "readinessProbe": {"httpGet": {"path": "/ready", "port": 8000}, "periodSeconds": 1},

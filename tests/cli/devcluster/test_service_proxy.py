@@ -11,11 +11,13 @@ import pytest
 from tidegate_testing.cluster import RunningCluster, eventually
 
 
-def hold(address: str) -> tuple[http.client.HTTPConnection, str]:
-    """Opens a stream and returns the name of the pod that serves it."""
+def hold(address: str) -> tuple[http.client.HTTPResponse, str]:
+    """Opens a stream and returns it with the name of the pod that serves it."""
     connection = http.client.HTTPConnection(address, timeout=10)
     connection.request("GET", "/hold")
-    return connection, connection.getresponse().readline().decode().strip()
+    # The connection belongs to the response from now on, as the server keeps none alive.
+    response = connection.getresponse()
+    return response, response.readline().decode().strip()
 
 
 @pytest.fixture
@@ -43,24 +45,24 @@ def test_a_connection_goes_to_the_pod_with_the_fewest_open_ones(two_pods: str) -
     try:
         assert sorted(Counter(pod for _, pod in held).values()) == [2, 2]
         busy = held[0][1]
-        for connection, pod in held:
+        for stream, pod in held:
             if pod != busy:
-                connection.close()
+                stream.close()
         idle = next(pod for _, pod in held if pod != busy)
-        eventually(lambda: {called_pod(two_pods) for _ in range(4)} == {idle}, "the idle pod alone")
+        eventually(lambda: {called_pod(two_pods) for _ in range(4)} == {idle}, "only the idle pod")
     finally:
-        for connection, _ in held:
-            connection.close()
+        for stream, _ in held:
+            stream.close()
 
 
 @pytest.mark.cluster
 def test_a_caller_that_leaves_is_seen_by_the_pod_at_once(
     two_pods: str, full_cluster: RunningCluster, cluster_namespace: str
 ) -> None:
-    connection, pod = hold(two_pods)
+    stream, pod = hold(two_pods)
     assert "caller left" not in full_cluster.log(cluster_namespace, pod, "web")
 
-    connection.close()
+    stream.close()
 
     eventually(
         lambda: "caller left" in full_cluster.log(cluster_namespace, pod, "web"),
