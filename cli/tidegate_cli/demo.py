@@ -29,8 +29,10 @@ DEMANDS = {"gold": 0.2, "silver": 0.4, "batch": 0.4}
 """Parts of the service asked for. Gold asks for less than the engines have, silver and batch for
 more than what is left."""
 
-ENGINES = LocalSettings(kv_blocks=40, max_num_seqs=12)
-"""So little KV memory that long requests now and then push others out."""
+ENGINES = LocalSettings(
+    kv_blocks=40, max_num_seqs=12, engine_environment={"TIDEGATE_MAX_BATCHED_TOKENS": "96"}
+)
+"""So little KV memory that long requests now and then push others out, and short steps."""
 
 PROGRAMMED_SECONDS = 30.0
 LEAST_RISE_POINTS = 10.0

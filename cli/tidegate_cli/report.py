@@ -76,7 +76,12 @@ class Phase:
 
 def phases_table(phases: Sequence[Phase]) -> Table:
     """Lay the phases out with each tenant's rows together, so that the change meets the eye."""
-    table = Table(title="Per tenant, before and after the change", box=box.SIMPLE_HEAD)
+    table = Table(
+        title="Per tenant, before and after the change",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
     for heading in ("tenant", "phase", "tier", "weight"):
         table.add_column(heading, no_wrap=True)
     for heading in (
