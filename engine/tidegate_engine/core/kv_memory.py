@@ -20,9 +20,6 @@ class KvMemory:
         self.pool = BlockPool(num_blocks=num_blocks, block_size=block_size)
         self._ledger = KvLedger(num_blocks)
         self._gate = WatermarkGate(WatermarkRule(), num_blocks=num_blocks)
-        # Set by a pressure preemption, cleared by a completion or by usage at the low watermark:
-        # borrowing again at once would preempt again at once.
-        self._is_borrowing_held = False
 
     def apply_policy(self, snapshot: PolicySnapshot) -> None:
         """Put quotas and watermarks in force; what runs is not touched here."""
@@ -80,14 +77,6 @@ class KvMemory:
         """Take back all blocks of a sequence."""
         self._ledger.give_back(seq.tenant, self.pool.release(seq.block_table))
 
-    def hold_borrowing(self) -> None:
-        """Let no borrower in until `reopen_borrowing`, or until usage is at the low watermark."""
-        self._is_borrowing_held = True
-
-    def reopen_borrowing(self) -> None:
-        """End `hold_borrowing`."""
-        self._is_borrowing_held = False
-
     def check_invariants(self, sequences: Collection[Sequence]) -> None:
         """Verify block tables against pool and ledger.
 
@@ -102,10 +91,6 @@ class KvMemory:
 
     def _is_borrowing_open(self, seq: Sequence, blocks: int) -> bool:
         used = self.pool.num_used
-        if used <= self._gate.low_blocks:
-            self.reopen_borrowing()
-        if self._is_borrowing_held:
-            return False
         if seq.preemptions:
             resumed = self.pool.blocks_for(len(seq.token_ids) + RESUME_QUANTUM_TOKENS)
             return used + resumed <= self._gate.low_blocks

@@ -264,7 +264,6 @@ class Scheduler:
                     ended.append(seq.request_id)
                     break
                 self._preempt(victim)
-                self._memory.hold_borrowing()
                 preempted.append(victim.request_id)
         return preempted
 
@@ -371,7 +370,6 @@ class Scheduler:
 
     def _complete(self, seq: Sequence) -> None:
         self._tenants[seq.tenant].totals.finished += 1
-        self._memory.reopen_borrowing()
         self._end(seq)
 
     def _end(self, seq: Sequence) -> None:

@@ -1,0 +1,121 @@
+"""Any interleaving of arrivals, steps, cancels and policy changes keeps the books right."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tidegate_engine.core.request import Request
+from tidegate_policies.snapshot import BatchingRule, PolicySnapshot, WatermarkRule
+from tidegate_testing.policies import a_snapshot, a_tenant
+from tidegate_testing.scheduling import a_request, a_run
+
+TENANTS = ["a", "b", "c"]
+TIERS = {"high": 10, "standard": 0, "low": -10}
+BLOCKS, BLOCK_SIZE, TOKEN_BUDGET = 12, 4, 24
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> PolicySnapshot:
+    """Draw tiers, weights, nominal quotas of at most 60 %, watermarks and batch limits."""
+    tenants = [
+        a_tenant(
+            name,
+            tier=draw(st.sampled_from(sorted(TIERS))),
+            weight=draw(st.integers(0, 5)),
+            kv_nominal_percent=draw(st.sampled_from([0, 0, 10, 20])),
+        )
+        for name in TENANTS
+    ]
+    low = draw(st.integers(60, 90))
+    return a_snapshot(
+        *tenants,
+        tiers=TIERS,
+        watermarks=WatermarkRule(low_percent=low, high_percent=draw(st.integers(low + 1, 99))),
+        batching=BatchingRule(
+            max_num_seqs=draw(st.integers(1, 5)),
+            max_batched_tokens=draw(st.integers(1, TOKEN_BUDGET)),
+        ),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Every step of `Run` verifies blocks, ledger and queues; the end verifies the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run = a_run(
+            a_snapshot(*map(a_tenant, TENANTS)),
+            blocks=BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_batched_tokens=TOKEN_BUDGET,
+        )
+        self.requests: dict[str, Request] = {}
+        self.cancelled: set[str] = set()
+        self.revision = 1
+        self.arrivals = 0
+
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        prompt=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+        output=st.integers(1, 20),
+    )
+    def arrive(self, tenant: str, prompt: list[int], output: int) -> None:
+        self.arrivals += 1
+        request = a_request(
+            tenant, prompt=tuple(prompt), output=output, request_id=f"r{self.arrivals:03}"
+        )
+        if self.run.scheduler.submit(request, 0.0) is None:
+            self.requests[request.request_id] = request
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        had_work = self.run.scheduler.has_work
+        for _ in range(count):
+            plan = self.run.step()
+            assert bool(plan.rows or plan.ended) == had_work, "work, but an idle step"
+            assert sum(len(row.token_ids) for row in plan.rows) <= TOKEN_BUDGET
+            had_work = self.run.scheduler.has_work
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        if self.run.scheduler.cancel(request_id, 0.0):
+            self.cancelled.add(request_id)
+
+    @rule(policy=policies())
+    def change_policy(self, policy: PolicySnapshot) -> None:
+        self.revision += 1
+        self.run.scheduler.apply_policy(policy, self.revision)
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.run.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        """Everything ends, nothing is left over, and every output is what it would be alone."""
+        self.run.drain(at_most=2000)
+        assert self.run.scheduler.stats().kv_used_blocks == 0
+        assert set(self.run.finished) | self.cancelled == set(self.requests)
+        for request_id, request in self.requests.items():
+            produced = self.run.outputs.get(request_id, [])
+            assert produced == output_alone(request)[: len(produced)]
+        stats = self.run.scheduler.stats().tenants
+        for tenant in TENANTS:
+            produced_total = sum(
+                len(self.run.outputs.get(r.request_id, ()))
+                for r in self.requests.values()
+                if r.tenant == tenant
+            )
+            assert stats[tenant].output_tokens == produced_total
+
+
+def output_alone(request: Request) -> list[int]:
+    run = a_run(a_snapshot(*map(a_tenant, TENANTS)), blocks=64, block_size=BLOCK_SIZE)
+    run.submit(request)
+    run.drain()
+    return run.outputs[request.request_id]
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)

@@ -1,0 +1,39 @@
+"""Policy snapshots with harmless defaults."""
+
+from collections.abc import Mapping
+
+from tidegate_policies.snapshot import (
+    BatchingRule,
+    PolicySnapshot,
+    TenantRule,
+    TierRule,
+    UnknownTenantsRule,
+    WatermarkRule,
+)
+
+POOL = "serving/main"
+
+
+def a_tenant(name: str = "acme", *, tier: str = "standard", **fields: object) -> TenantRule:
+    """Build a tenant's rule; `fields` are those of `TenantRule`."""
+    rule: dict[str, object] = {"tenant": name, "policy": f"teams/{name}", "tier": tier, **fields}
+    return TenantRule(**rule)  # type: ignore[arg-type]
+
+
+def a_snapshot(
+    *tenants: TenantRule,
+    tiers: Mapping[str, int] | None = None,
+    batching: BatchingRule | None = None,
+    watermarks: WatermarkRule | None = None,
+    unknown_tenants: UnknownTenantsRule | None = None,
+) -> PolicySnapshot:
+    """Build a snapshot; without `tiers` there is one, "standard", of value 0."""
+    values = {"standard": 0} if tiers is None else tiers
+    return PolicySnapshot.of(
+        POOL,
+        tiers=[TierRule(name=name, value=value) for name, value in values.items()],
+        tenants=tenants or [a_tenant()],
+        batching=batching,
+        watermarks=watermarks,
+        unknown_tenants=unknown_tenants,
+    )
