@@ -292,16 +292,16 @@ def test_nominal_blocks_are_there_when_their_owner_comes() -> None:
 
 def test_above_the_low_watermark_only_nominal_gets_in() -> None:
     policy = a_snapshot(
-        a_tenant("owner", kv_nominal_percent=30),
+        a_tenant("owner", kv_nominal_percent=10),
         a_tenant("guest"),
-        watermarks=WatermarkRule(low_percent=40, high_percent=90),
+        watermarks=WatermarkRule(low_percent=40, high_percent=95),
     )
     run = a_run(policy, blocks=20)
-    run.submit(*(a_request("guest", prompt=17, output=30) for _ in range(3)))
+    run.submit(*(a_request("guest", prompt=17, output=3) for _ in range(3)))
     run.steps(2)
     assert run.scheduler.stats().tenants["guest"].running == 2  # 10 blocks: past 40 %
-    run.submit(a_request("owner", prompt=16, output=2, request_id="o"))
-    assert "o" in run.step().admitted
+    run.submit(a_request("owner", prompt=7, output=2, request_id="o"))
+    assert run.step().admitted == ("o",)
     run.drain()
 
 
