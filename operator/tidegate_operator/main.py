@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -133,6 +134,11 @@ class Operator:
 async def run_operator(settings: Settings, sign: Sign) -> None:
     """Open the connections, run the operator, close them."""
     metrics = Metrics()
+    # kopf puts its own handlers in their place once it runs.
+    task = asyncio.current_task()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if task is not None:
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(KubeApi.connected(settings.kubeconfig))
         redis = Redis.from_url(
@@ -166,4 +172,6 @@ def main() -> int:
     except (SigningKeyError, MissingKindError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    except asyncio.CancelledError:
+        return 0
     return 0

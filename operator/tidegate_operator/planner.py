@@ -5,7 +5,7 @@ status, changed as little as possible, so that "equal" means that there is nothi
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -28,7 +28,7 @@ from tidegate_operator.resources import (
     TenantPolicy,
     unenforced_fields,
 )
-from tidegate_operator.usage import PoolActivity, TenantActivity
+from tidegate_operator.usage import PoolActivity
 from tidegate_operator.verdicts import (
     ConditionType,
     Flaw,
@@ -45,6 +45,9 @@ from tidegate_operator.verdicts import (
 # The most telling reason first: a refusal needs a person, lagging engines mostly need a moment.
 _URGENCY = (Reason.ENGINE_REFUSED, Reason.PENDING, Reason.ENGINES_LAGGING, Reason.NO_ENGINES)
 
+# The fields of an EnginePool's status that come from what engines report.
+_FROM_ENGINES = ("engines", "capacity", "laggards")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolState:
@@ -52,7 +55,7 @@ class PoolState:
 
     Attributes:
         published: The newest revision; None until Redis has one.
-        activity: Of the last sampling window.
+        activity: Of the last sampling window; None until the first one is over.
     """
 
     pool: EnginePool
@@ -60,7 +63,7 @@ class PoolState:
     engines: Engines
     published: Published | None = None
     is_redis_reachable: bool = True
-    activity: PoolActivity = field(default_factory=PoolActivity)
+    activity: PoolActivity | None = None
 
     @property
     def is_published(self) -> bool:
@@ -126,7 +129,7 @@ def plan_policy_status(
         "tier": references.tier.name,
         "pools": entries,
     }
-    if usage := _tenant_usage(policy, [state for state, _ in own.values()]):
+    if usage := _tenant_usage(policy, [state for state, _ in own.values()], known=known):
         status["usage"] = usage
     return _update(policy, status, is_settled=_is_settled(verdicts))
 
@@ -136,10 +139,13 @@ def plan_pool_status(state: PoolState, *, known: Json, now: datetime) -> StatusU
     pool, engines = state.pool, state.engines
     revision = state.published.revision if state.published is not None else 0
     key = pool.metadata.qualified_name
+    # Without Redis no engine can be heard: then what was last heard of them still stands.
+    is_cut_off = not state.is_redis_reachable
+    was_programmed = is_cut_off and _holds(known, ConditionType.PROGRAMMED)
     verdicts = [
         accepted(state.compiled.flaws, unenforced=unenforced_fields(pool.spec)),
         resolved_refs(state.compiled.missing),
-        programmed(key, engines, revision, was_programmed=False)
+        programmed(key, engines, revision, was_programmed=was_programmed)
         if state.is_published
         else pending(key),
         degraded(engines, revision, is_redis_reachable=state.is_redis_reachable),
@@ -149,13 +155,11 @@ def plan_pool_status(state: PoolState, *, known: Json, now: datetime) -> StatusU
         **_common(known, verdicts, generation=pool.metadata.generation, now=now),
         "replicas": engines.total,
         "selector": selector_text(pool.spec.selector),
-        "engines": {
-            "ready": len(engines.ready),
-            "programmed": len(engines.programmed(revision)) if revision else 0,
-            "summary": f"{len(engines.ready)}/{engines.total}",
-        },
-        "usage": _pool_usage(state.activity),
     }
+    if state.activity is not None:
+        status["usage"] = _pool_usage(state.activity)
+    elif "usage" in known:
+        status["usage"] = known["usage"]
     if state.published is not None:
         published = state.published
         status["policy"] = {
@@ -163,11 +167,26 @@ def plan_pool_status(state: PoolState, *, known: Json, now: datetime) -> StatusU
             "digest": published.digest,
             "publishedTime": published.time,
         }
-    if blocks := sum(report.kv_blocks for report in engines.reports.values()):
-        status["capacity"] = {"kvBlocks": blocks}
-    if laggards := engines.lagging(revision):
-        status["laggards"] = list(laggards[:MAX_NAMED])
+    if is_cut_off:
+        status |= {name: known[name] for name in _FROM_ENGINES if name in known}
+    else:
+        status |= _engine_counts(engines, revision)
     return _update(pool, status, is_settled=_is_settled(verdicts))
+
+
+def _engine_counts(engines: Engines, revision: int) -> Json:
+    counts: Json = {
+        "engines": {
+            "ready": len(engines.ready),
+            "programmed": len(engines.programmed(revision)) if revision else 0,
+            "summary": f"{len(engines.ready)}/{engines.total}",
+        }
+    }
+    if blocks := sum(report.kv_blocks for report in engines.reports.values()):
+        counts["capacity"] = {"kvBlocks": blocks}
+    if laggards := engines.lagging(revision):
+        counts["laggards"] = list(laggards[:MAX_NAMED])
+    return counts
 
 
 def plan_plain_status(
@@ -270,6 +289,13 @@ def _worst(progress: Sequence[Verdict]) -> Verdict:
     return Verdict(ConditionType.PROGRAMMED, holds=True, reason=Reason.PROGRAMMED, message=message)
 
 
+def _holds(known: Json, condition_type: str) -> bool:
+    return any(
+        condition.get("type") == condition_type and condition.get("status") == "True"
+        for condition in known.get("conditions", ())
+    )
+
+
 def _gravest_first(flaws: Sequence[Flaw]) -> list[Flaw]:
     order = list(Reason)
     return sorted(flaws, key=lambda flaw: order.index(flaw.reason))
@@ -313,22 +339,25 @@ def _pool_usage(activity: PoolActivity) -> Json:
     }
 
 
-def _tenant_usage(policy: TenantPolicy, states: Sequence[PoolState]) -> Json | None:
+def _tenant_usage(policy: TenantPolicy, states: Sequence[PoolState], *, known: Json) -> Json | None:
     """Return what the tenant uses over all its pools; None at rest, so that rest costs nothing."""
     name = policy.metadata.qualified_name
+    measured = [(state, state.activity) for state in states if state.activity is not None]
+    if len(measured) < len(states):
+        return known.get("usage")
     pairs = [
-        (state, activity)
-        for state in states
-        if (activity := state.activity.tenants.get(policy.tenant)) is not None
+        (state, whole, activity)
+        for state, whole in measured
+        if (activity := whole.tenants.get(policy.tenant)) is not None
         and state.compiled.verdicts[name].is_in_force
     ]
-    if all(activity.is_idle for _, activity in pairs):
+    activities = [activity for _, _, activity in pairs]
+    if all(activity.is_idle for activity in activities):
         return None
-    activities = [activity for _, activity in pairs]
-    blocks = sum(state.activity.kv_blocks for state, _ in pairs)
+    blocks = sum(whole.kv_blocks for _, whole, _ in pairs)
     tokens = sum(activity.output_tokens_per_second for activity in activities)
     service = sum(activity.service for activity in activities)
-    of_tier = sum(_tier_service(state, policy) for state, _ in pairs)
+    of_tier = sum(_tier_service(state, whole, policy) for state, whole, _ in pairs)
     return {
         "running": sum(activity.running for activity in activities),
         "waiting": sum(activity.waiting for activity in activities),
@@ -340,13 +369,12 @@ def _tenant_usage(policy: TenantPolicy, states: Sequence[PoolState]) -> Json | N
     }
 
 
-def _tier_service(state: PoolState, policy: TenantPolicy) -> float:
+def _tier_service(state: PoolState, whole: PoolActivity, policy: TenantPolicy) -> float:
     rules = state.compiled.snapshot.tenant_rules
     tier = rules[policy.tenant].tier
-    activities: Mapping[str, TenantActivity] = state.activity.tenants
     return sum(
         activity.service
-        for tenant, activity in activities.items()
+        for tenant, activity in whole.tenants.items()
         if tenant in rules and rules[tenant].tier == tier
     )
 

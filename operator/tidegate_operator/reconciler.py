@@ -40,6 +40,7 @@ QUIET_SECONDS = 0.05
 LONGEST_WAIT_SECONDS = 0.25
 """... but never longer than this."""
 
+FIRST_REPORTS_SECONDS = 5.0
 EXPIRY_CHECK_SECONDS = 0.5
 STORE_CHECK_SECONDS = 5.0
 RETRY_SECONDS = (0.2, 0.5, 1.0, 2.0, 5.0)
@@ -51,7 +52,7 @@ class _Pool:
 
     compiled: CompiledPool
     published: Published | None = None
-    activity: PoolActivity = field(default_factory=PoolActivity)
+    activity: PoolActivity | None = None
     meter: UsageMeter = field(default_factory=UsageMeter)
     changed_at: float | None = None
 
@@ -85,6 +86,7 @@ class Reconciler:
         self._publishable = asyncio.Event()
         self._unreported: dict[str, None] = {}
         self._reportable = asyncio.Event()
+        self._heard = asyncio.Event()
 
     def mark(self, affected: Iterable[str] | None) -> None:
         """Have the pools compiled soon; None = nothing changed at all.
@@ -107,6 +109,7 @@ class Reconciler:
         """Take in whether Redis can be reached."""
         self._is_listening = is_listening
         self._is_storing = is_listening
+        self._heard.set()
         self._book.refresh(now=asyncio.get_running_loop().time())
         self.report_all()
         if is_listening:
@@ -168,7 +171,10 @@ class Reconciler:
         known = self._pools.get(compiled.pool)
         if known is None or known.compiled.pool_uid != compiled.pool_uid:
             self._delivery.forget(compiled.pool)
-            self._pools[compiled.pool] = _Pool(compiled, changed_at=since)
+            # After a restart, what the status says was published is as good as remembered.
+            self._pools[compiled.pool] = _Pool(
+                compiled, published=self._recorded(compiled.pool), changed_at=since
+            )
             return
         if known.compiled.snapshot.digest != compiled.snapshot.digest:
             known.changed_at = known.changed_at or since
@@ -257,6 +263,7 @@ class Reconciler:
         self._reportable.set()
 
     async def _report_for_ever(self) -> None:
+        await self._hear_first()
         while True:
             await self._reportable.wait()
             self._reportable.clear()
@@ -264,6 +271,14 @@ class Reconciler:
             for key in keys:
                 self._report_pool(key)
                 await asyncio.sleep(0)
+
+    async def _hear_first(self) -> None:
+        """Wait for what engines last said: before that, all of them would seem to lag."""
+        try:
+            async with asyncio.timeout(FIRST_REPORTS_SECONDS):
+                await self._heard.wait()
+        except TimeoutError:
+            _LOG.warning("no word from Redis yet; statuses are written without it")
 
     def _report_pool(self, key: str) -> None:
         """Have the statuses written of a pool and of the policies that refer to it."""
@@ -353,14 +368,15 @@ class Reconciler:
                     self._publish([key])
 
     async def _measure_for_ever(self) -> None:
+        await self._hear_first()
         while True:
-            await asyncio.sleep(self._usage_seconds)
             now = asyncio.get_running_loop().time()
             for key, pool in list(self._pools.items()):
                 activity = pool.meter.sample(self._book.reports(key).values(), now=now)
-                if activity != pool.activity:
+                if activity is not None and activity != pool.activity:
                     pool.activity = activity
                     self._report(key)
+            await asyncio.sleep(self._usage_seconds)
 
 
 class _States:

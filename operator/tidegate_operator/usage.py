@@ -49,15 +49,15 @@ class UsageMeter:
         self._time: float | None = None
         self._totals: dict[tuple[str, str, str], TenantCounters] = {}
 
-    def sample(self, reports: Iterable[EngineReport], *, now: float) -> PoolActivity:
-        """Close the window that began with the last call.
+    def sample(self, reports: Iterable[EngineReport], *, now: float) -> PoolActivity | None:
+        """Close the window that began with the last call; None for the first call.
 
         Args:
             reports: The fresh reports of the pool's engines.
             now: Seconds of a clock that never goes back.
         """
         reports = list(reports)
-        seconds = now - self._time if self._time is not None else 0.0
+        began = self._time
         totals = {
             (report.pod, report.incarnation, counters.tenant): counters
             for report in reports
@@ -68,13 +68,15 @@ class UsageMeter:
             # An engine that is new in this window has no window yet: its totals may be old.
             by_tenant.setdefault(counters.tenant, []).append((counters, self._totals.get(key)))
         self._time, self._totals = now, totals
+        if began is None or now <= began:
+            return None
         return PoolActivity(
             running=sum(report.running for report in reports),
             waiting=sum(report.waiting for report in reports),
             kv_blocks=sum(report.kv_blocks for report in reports),
             kv_used_blocks=sum(report.kv_used_blocks for report in reports),
             tenants={
-                tenant: _activity(pairs, seconds) for tenant, pairs in sorted(by_tenant.items())
+                tenant: _activity(pairs, now - began) for tenant, pairs in sorted(by_tenant.items())
             },
         )
 
@@ -89,7 +91,7 @@ def _activity(
         running=sum(counters.running for counters in now),
         waiting=sum(counters.waiting for counters in now),
         kv_used_blocks=sum(counters.kv_used_blocks for counters in now),
-        output_tokens_per_second=tokens / seconds if seconds > 0 else 0.0,
+        output_tokens_per_second=tokens / seconds,
         service=sum(new.service - old.service for new, old in grown),
         preempted=sum(counters.preempted for counters in now),
         cancelled=sum(counters.cancelled for counters in now),

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from tidegate_devcluster.control_plane import ControlPlane
 from tidegate_devcluster.kubectl import Kubectl
 from tidegate_devcluster.redis_server import RedisServer
+from tidegate_operator.watch_cache import key_digest
+from tidegate_policies.wire import TenantCounters, envelope_key
 from tidegate_testing.operator import (
     OperatorSetup,
     apply,
+    read,
     running_operator,
     wait_for_conditions,
+    wait_until,
 )
 from tidegate_testing.reporting_engine import ReportingEngine, reporting_engine
 
@@ -45,6 +52,15 @@ def a_pod(name: str) -> dict[str, Any]:
         "kind": "Pod",
         "metadata": {"name": name, "labels": {"app": "engine"}},
         "spec": {"containers": [{"name": "engine", "image": "engine"}]},
+    }
+
+
+def a_key_secret(name: str, **keys: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name, "labels": {"tidegate.io/api-keys": "true"}},
+        "data": {key: base64.b64encode(text.encode()).decode() for key, text in keys.items()},
     }
 
 
@@ -121,3 +137,211 @@ def test_applied_policy_is_run_by_every_engine_and_said_so(
     pool = wait_for_conditions(kubectl, "epool", "chat", namespace, Programmed="Programmed")
     assert pool["status"]["engines"] == {"ready": 2, "programmed": 2, "summary": "2/2"}
     assert pool["status"]["selector"] == "app=engine"
+
+
+@pytest.mark.usefixtures("operator")
+def test_policy_in_conflict_leaves_the_others_in_force(
+    kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
+) -> None:
+    apply(kubectl, namespace, a_policy("good", weight=200))
+    wait_for_conditions(kubectl, "tp", "good", namespace, Ready="Ready")
+    apply(
+        kubectl,
+        namespace,
+        a_policy("reserved", tenant="unknown"),
+        a_policy("thief", tenant=f"{namespace}/good", weight=999),
+    )
+    wait_for_conditions(kubectl, "tp", "reserved", namespace, Accepted="Invalid", Ready="Invalid")
+    wait_for_conditions(kubectl, "tp", "thief", namespace, Accepted="TenantConflict")
+    rules = engines[0].newest.tenant_rules
+    assert {tenant: rule.weight for tenant, rule in rules.items()} == {f"{namespace}/good": 200}
+
+
+@pytest.mark.usefixtures("operator", "engines")
+def test_newest_quota_that_does_not_fit_is_refused(kubectl: Kubectl, namespace: str) -> None:
+    apply(kubectl, namespace, a_policy("first", kv={"nominalPercent": 60}))
+    wait_for_conditions(kubectl, "tp", "first", namespace, Ready="Ready")
+    # Two objects of one second are ordered by name.
+    apply(kubectl, namespace, a_policy("second", kv={"nominalPercent": 30}))
+    second = wait_for_conditions(
+        kubectl, "tp", "second", namespace, Accepted="QuotaOversubscribed", Programmed="Programmed"
+    )
+    assert second["status"]["pools"][0]["reason"] == "QuotaOversubscribed"
+    wait_for_conditions(kubectl, "tp", "first", namespace, Accepted="Accepted", Ready="Ready")
+
+
+@pytest.mark.usefixtures("operator")
+def test_references_heal_when_what_they_name_appears(
+    kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
+) -> None:
+    tier = f"gold-{namespace}"
+    refs = [{"name": "keys", "key": "first"}]
+    apply(kubectl, namespace, a_policy("acme", priorityTier=tier, apiKeySecretRefs=refs))
+    wait_for_conditions(
+        kubectl, "tp", "acme", namespace, Accepted="Accepted", ResolvedRefs="TierNotFound"
+    )
+    apply(
+        kubectl,
+        namespace,
+        {
+            "apiVersion": "tidegate.io/v1alpha1",
+            "kind": "PriorityTier",
+            "metadata": {"name": tier},
+            "spec": {"value": 7},
+        },
+    )
+    wait_for_conditions(kubectl, "tp", "acme", namespace, ResolvedRefs="SecretNotFound")
+    apply(kubectl, namespace, a_key_secret("keys", first="swordfish\n"))
+    policy = wait_for_conditions(
+        kubectl, "tp", "acme", namespace, ResolvedRefs="ResolvedRefs", Ready="Ready"
+    )
+    assert policy["status"]["tier"] == tier
+    digest = key_digest(b"swordfish")
+    wait_until(lambda: digest in engines[0].newest.tenant_by_key_digest)
+    assert engines[0].newest.tier_values == {tier: 7}
+    kubectl("delete", "ptier", tier, check=True)
+    wait_for_conditions(kubectl, "tp", "acme", namespace, ResolvedRefs="TierNotFound")
+
+
+@pytest.mark.usefixtures("operator")
+def test_key_of_two_policies_identifies_neither(
+    kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
+) -> None:
+    refs = [{"name": "keys", "key": "first"}]
+    apply(
+        kubectl,
+        namespace,
+        a_key_secret("keys", first="shared"),
+        a_policy("one", apiKeySecretRefs=refs),
+        a_policy("two", apiKeySecretRefs=refs),
+    )
+    for name in ("one", "two"):
+        wait_for_conditions(kubectl, "tp", name, namespace, Accepted="KeyConflict")
+    wait_until(lambda: len(engines[0].newest.tenants) == 2)
+    assert engines[0].newest.tenant_by_key_digest == {}
+
+
+def test_policy_deleted_while_the_operator_is_down_is_gone_after_its_restart(
+    kubectl: Kubectl, namespace: str, setup: OperatorSetup, engines: list[ReportingEngine]
+) -> None:
+    with running_operator(setup) as operator:
+        apply(kubectl, namespace, a_policy("stays"), a_policy("goes"))
+        wait_for_conditions(kubectl, "tp", "goes", namespace, Ready="Ready")
+        before = engines[0].revision
+        operator.kill()
+    kubectl("delete", "tp", "goes", "-n", namespace, check=True)
+    with running_operator(setup):
+        wait_until(lambda: list(engines[0].newest.tenant_rules) == [f"{namespace}/stays"])
+    assert engines[0].revision > before
+
+
+def test_settled_cluster_gets_no_writes_and_a_restart_none_either(
+    kubectl: Kubectl, namespace: str, setup: OperatorSetup, engines: list[ReportingEngine]
+) -> None:
+    def versions() -> list[str]:
+        listed = json.loads(
+            kubectl("get", "tp,epool,pods", "-n", namespace, "-o", "json", check=True).stdout
+        )
+        return [item["metadata"]["resourceVersion"] for item in listed["items"]]
+
+    with running_operator(setup):
+        apply(kubectl, namespace, a_policy("one"), a_policy("two"))
+        for name in ("one", "two"):
+            wait_for_conditions(kubectl, "tp", name, namespace, Ready="Ready")
+        wait_for_conditions(kubectl, "epool", "chat", namespace, Ready="Ready")
+        wait_until(lambda: "usage" in read(kubectl, "epool", "chat", namespace)["status"])
+        settled = versions()
+    revision = engines[0].revision
+    with running_operator(setup) as operator:
+        wait_until(lambda: "all objects are listed" in operator.log.read_text())
+        # A change of something unrelated shows that the restarted operator is at work.
+        apply(kubectl, namespace, a_policy("other", poolRefs=[{"name": "elsewhere"}]))
+        wait_for_conditions(kubectl, "tp", "other", namespace, ResolvedRefs="PoolNotFound")
+        kubectl("delete", "tp", "other", "-n", namespace, check=True)
+        assert versions() == settled
+    assert engines[0].revision == revision
+
+
+@pytest.mark.usefixtures("operator")
+def test_of_a_burst_of_changes_the_last_one_is_live(
+    kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
+) -> None:
+    for weight in range(1, 16):
+        apply(kubectl, namespace, a_policy("busy", weight=weight))
+    policy = wait_for_conditions(kubectl, "tp", "busy", namespace, Programmed="Programmed")
+    assert policy["status"]["observedGeneration"] == policy["metadata"]["generation"] == 15
+    for engine in engines:
+        assert engine.newest.tenant_rules[f"{namespace}/busy"].weight == 15
+
+
+@pytest.mark.usefixtures("operator")
+def test_engine_that_lags_is_named(
+    kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
+) -> None:
+    apply(kubectl, namespace, a_policy("acme"))
+    wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Programmed")
+    engines[1].paused.set()
+    apply(kubectl, namespace, a_policy("acme", weight=5))
+    wait_for_conditions(
+        kubectl, "tp", "acme", namespace, Programmed="EnginesLagging", Ready="EnginesLagging"
+    )
+    pool = wait_for_conditions(kubectl, "epool", "chat", namespace, Programmed="EnginesLagging")
+    assert pool["status"]["laggards"] == ["engine-1"]
+    assert pool["status"]["engines"]["programmed"] == 1
+    engines[1].paused.clear()
+    wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Programmed", Ready="Ready")
+    wait_for_conditions(kubectl, "epool", "chat", namespace, Programmed="Programmed")
+
+
+@pytest.mark.usefixtures("operator")
+def test_redis_emptied_gets_the_same_revision_again(
+    kubectl: Kubectl,
+    namespace: str,
+    setup: OperatorSetup,
+    engines: list[ReportingEngine],
+) -> None:
+    apply(kubectl, namespace, a_policy("acme"))
+    wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Programmed")
+    revision = engines[0].revision
+    key = envelope_key(f"{namespace}/chat")
+    with redis.Redis.from_url(setup.redis_url) as connection:
+        connection.delete(key)
+        wait_until(lambda: connection.hget(key, "revision") == str(revision).encode())
+    assert engines[0].revision == revision
+
+
+def test_pool_without_engines_says_so(
+    kubectl: Kubectl, namespace: str, setup: OperatorSetup
+) -> None:
+    with running_operator(setup):
+        apply(kubectl, namespace, POOL, a_policy("acme"))
+        wait_for_conditions(kubectl, "epool", "chat", namespace, Programmed="NoEngines")
+        wait_for_conditions(
+            kubectl, "tp", "acme", namespace, Programmed="NoEngines", Ready="NoEngines"
+        )
+
+
+def test_usage_of_an_active_tenant_is_shown_and_goes_at_rest(
+    kubectl: Kubectl, namespace: str, setup: OperatorSetup, engines: list[ReportingEngine]
+) -> None:
+    def usage() -> dict[str, int] | None:
+        found: dict[str, int] | None = read(kubectl, "tp", "acme", namespace)["status"].get("usage")
+        return found
+
+    tenant = f"{namespace}/acme"
+    with running_operator(setup):
+        apply(kubectl, namespace, a_policy("acme"))
+        wait_for_conditions(kubectl, "tp", "acme", namespace, Ready="Ready")
+        engines[0].tenants = (TenantCounters(tenant=tenant, running=2, kv_used_blocks=50),)
+        wait_until(lambda: (usage() or {}).get("running") == 2)
+        assert (usage() or {})["kvPercent"] == 25
+        engines[0].tenants = ()
+        wait_until(lambda: usage() is None)
+
+
+def test_operator_ends_within_seconds_of_a_sigterm(setup: OperatorSetup) -> None:
+    with running_operator(setup) as operator:
+        wait_until(lambda: "all objects are listed" in operator.log.read_text())
+        started = time.monotonic()
+        assert operator.stop() == 0
+        assert time.monotonic() - started < 8

@@ -76,8 +76,8 @@ class OperatorProcess:
 @contextmanager
 def running_operator(setup: OperatorSetup) -> Iterator[OperatorProcess]:
     """Run the operator for the length of the block; nothing is left behind."""
-    log = setup.directory / "operator.log"
-    with log.open("ab") as output:
+    log = setup.directory / f"operator-{len(list(setup.directory.glob('*.log')))}.log"
+    with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "tidegate_operator"],
             env=setup.environment(),
