@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 
 from tidegate_testing.cluster import RunningCluster, eventually
@@ -48,6 +49,16 @@ def waiting(pod: dict[str, Any]) -> dict[str, str]:
     statuses = pod.get("status", {}).get("containerStatuses") or [{}]
     found: dict[str, str] = statuses[0].get("state", {}).get("waiting", {})
     return found
+
+
+def only_process(cluster: RunningCluster, namespace: str) -> int:
+    """Returns the process id of the namespace's one container, once it runs."""
+    cluster.kubectl(
+        *("wait", "pod", "--all", "--for=condition=Ready", "-n", namespace, "--timeout=30s")
+    )
+    (pod,) = pods_of(cluster, namespace)
+    (status,) = pod["status"]["containerStatuses"]
+    return int(status["containerID"].removeprefix("proc://"))
 
 
 def test_a_deployment_becomes_ready_scales_and_ends_gracefully(
@@ -214,3 +225,41 @@ def test_a_pod_reaches_redis_and_the_api_server_by_the_host_address(
         *("wait", "pod/caller", "--for=jsonpath={.status.phase}=Succeeded"),
         *("-n", cluster_namespace, "--timeout=30s"),
     )
+
+
+def test_a_container_that_ignores_sigterm_is_killed_after_its_grace(
+    full_cluster: RunningCluster, cluster_namespace: str
+) -> None:
+    code = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('not yet', flush=True))\n"
+        "print('deaf', flush=True)\n"
+        "while True: time.sleep(3600)\n"
+    )
+    full_cluster.kubectl(
+        *("run", "deaf", "--image=python", "-n", cluster_namespace, "--", "-c", code)
+    )
+    eventually(lambda: full_cluster.log(cluster_namespace, "deaf", "deaf"), "its first line")
+    pid = only_process(full_cluster, cluster_namespace)
+    assert psutil.pid_exists(pid)
+
+    full_cluster.kubectl("delete", "pod", "deaf", "--grace-period=1", "-n", cluster_namespace)
+
+    assert not psutil.pid_exists(pid)
+    assert full_cluster.log(cluster_namespace, "deaf", "deaf") == "deaf\nnot yet\n"
+
+
+def test_a_pod_deleted_by_force_leaves_no_process(
+    full_cluster: RunningCluster, cluster_namespace: str
+) -> None:
+    full_cluster.kubectl(
+        *("run", "gone", "--image=python", "-n", cluster_namespace),
+        *("--", "-c", "import time; time.sleep(3600)"),
+    )
+    pid = only_process(full_cluster, cluster_namespace)
+
+    full_cluster.kubectl(
+        *("delete", "pod", "gone", "--grace-period=0", "--force", "-n", cluster_namespace)
+    )
+
+    eventually(lambda: not psutil.pid_exists(pid), "the end of its process")
