@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -16,21 +15,23 @@ from tidegate_cli.memory import resident_megabytes
 from tidegate_cli.phases import phase_between, read_terms, read_totals
 from tidegate_cli.report import Phase
 from tidegate_cli.traces import (
+    TraceRequest,
     arena_trace,
+    fit_window,
     label_clients,
-    scale_gaps,
+    loop_window,
+    relabel,
     scale_lengths,
-    service_per_second,
     summarize_lengths,
 )
 from tidegate_cli.traffic import Traffic
 
 DEMANDS = {"gold": 0.2, "silver": 0.4, "batch": 0.4}
-"""Parts of the service asked for. Gold asks for less than the engines have, silver and batch for
-more than what is left."""
+"""Parts of the service asked for. At twice what the engines can do, gold asks for a little more
+than an equal share, silver and batch for much more."""
 
 ENGINES = LocalSettings(
-    kv_blocks=40, max_num_seqs=12, engine_environment={"TIDEGATE_MAX_BATCHED_TOKENS": "96"}
+    kv_blocks=48, max_num_seqs=12, engine_environment={"TIDEGATE_MAX_BATCHED_TOKENS": "96"}
 )
 """So little KV memory that long requests now and then push others out, and short steps."""
 
@@ -49,6 +50,7 @@ class DemoSettings:
         warm_up_seconds: Before the capacity is measured.
         lead_in_seconds: Of traffic before the first phase, for queues to grow: weights divide
             what tenants wait for, and nothing else.
+        phase_seconds: Before the change, and after it; the same requests come in both.
     """
 
     load: float = 2.0
@@ -56,8 +58,7 @@ class DemoSettings:
     warm_up_seconds: float = 4.0
     capacity_seconds: float = 10.0
     lead_in_seconds: float = 15.0
-    before_seconds: float = 45.0
-    after_seconds: float = 60.0
+    phase_seconds: float = 50.0
     seed: int = 1
 
     @classmethod
@@ -67,8 +68,7 @@ class DemoSettings:
             warm_up_seconds=2.0,
             capacity_seconds=5.0,
             lead_in_seconds=10.0,
-            before_seconds=15.0,
-            after_seconds=20.0,
+            phase_seconds=20.0,
         )
 
 
@@ -94,10 +94,7 @@ class Demo:
         self._tidegate = tidegate
         self._settings = settings
         self._console = console
-        recorded = arena_trace()
-        self._plan = scale_lengths(
-            recorded, settings.length_factor, label_clients(recorded, DEMANDS)
-        )
+        self._scaled = scale_lengths(arena_trace(), settings.length_factor)
 
     async def run(self) -> BenchResult:
         """Drive traffic, change the policy, print and return what was measured.
@@ -105,20 +102,21 @@ class Demo:
         Raises:
             ExpectationError: What the demonstration has to show did not hold.
         """
-        self._show_lengths()
         capacity = await self._measure_capacity()
-        gap_factor = service_per_second(self._plan) / (self._settings.load * capacity)
-        self._say(
-            f"the engines give {capacity:.0f} cost units/s (1 per prompt token, 2 per output"
-            f" token); all gaps times {gap_factor:.2f} ask for {self._settings.load:g} times that"
-        )
+        window = self._window(capacity)
         async with self._traffic() as traffic:
-            traffic.start(scale_gaps(self._plan, gap_factor))
+            traffic.start(
+                loop_window(
+                    window,
+                    seconds=self._settings.phase_seconds,
+                    lead_in_seconds=self._settings.lead_in_seconds,
+                )
+            )
             self._say(f"traffic runs; {self._settings.lead_in_seconds:g} s for queues to grow ...")
             await asyncio.sleep(self._settings.lead_in_seconds)
-            before = await self._phase("before", traffic, self._settings.before_seconds)
+            before = await self._phase("before", traffic)
             times = await self._change()
-            after = await self._phase("after", traffic, self._settings.after_seconds)
+            after = await self._phase("after", traffic)
             memory = resident_megabytes()
             errors = traffic.errors()
         await self._show(before, after, times)
@@ -141,26 +139,35 @@ class Demo:
     def _say(self, line: str) -> None:
         self._console.print(line, highlight=False, soft_wrap=True)
 
-    def _show_lengths(self) -> None:
+    def _window(self, capacity: float) -> tuple[TraceRequest, ...]:
+        """Choose as much of the trace as overloads the engines for one phase, and describe it."""
+        seconds = self._settings.phase_seconds
+        asked = self._settings.load * capacity
+        clients = fit_window(self._scaled, service=asked * seconds, seconds=seconds)
+        window = relabel(clients, label_clients(clients, DEMANDS))
         self._say(
-            "Traffic: 300 s of Chatbot Arena, recorded (Sheng et al., OSDI 2024). Lengths are"
-            f" multiplied by {self._settings.length_factor:g}; its 22 clients are labelled gold,"
-            " silver and batch by us."
+            f"The engines give {capacity:.0f} cost units/s (1 per prompt token, 2 per output"
+            f" token); the traffic asks for {self._settings.load:g} times that.\n"
+            "Traffic: Chatbot Arena, recorded (Sheng et al., OSDI 2024); its first"
+            f" {len(window)} requests in {seconds:g} s, before the change and again after it.\n"
+            f"Lengths are multiplied by {self._settings.length_factor:g}. Its"
+            f" {len({one.tenant for one in clients})} clients are labelled gold, silver and batch"
+            " by us, so that gold asks for a fifth of the service."
         )
         by_tenant = {
-            tenant: summarize_lengths([one for one in self._plan if one.tenant == tenant])
+            tenant: summarize_lengths([one for one in window if one.tenant == tenant])
             for tenant in DEMANDS
         }
-        self._console.print(
-            report.lengths_table({**by_tenant, "all": summarize_lengths(self._plan)})
-        )
+        self._console.print(report.lengths_table({**by_tenant, "all": summarize_lengths(window)}))
+        return window
 
     async def _measure_capacity(self) -> float:
         """Return the service per second that the engines give when they have all they can take."""
         settings = self._tidegate.settings
         self._say("measuring what the engines can do with this traffic ...")
+        plan = relabel(self._scaled, label_clients(self._scaled, DEMANDS))
         async with self._traffic() as traffic:
-            for request in islice(self._plan, 6 * settings.replicas * settings.max_num_seqs):
+            for request in plan[: 6 * settings.replicas * settings.max_num_seqs]:
                 traffic.send(request)
             await asyncio.sleep(self._settings.warm_up_seconds)
             first = await read_totals(self._tidegate)
@@ -173,7 +180,8 @@ class Demo:
             raise TrafficError("the engines served nothing")
         return capacity
 
-    async def _phase(self, name: str, traffic: Traffic, seconds: float) -> Phase:
+    async def _phase(self, name: str, traffic: Traffic) -> Phase:
+        seconds = self._settings.phase_seconds
         self._say(f"{name} the change: {seconds:g} s of traffic ...")
         terms = await read_terms(self._tidegate)
         first = await read_totals(self._tidegate)
@@ -248,8 +256,7 @@ class Demo:
             settings={
                 "load": settings.load,
                 "length_factor": settings.length_factor,
-                "before_seconds": settings.before_seconds,
-                "after_seconds": settings.after_seconds,
+                "phase_seconds": settings.phase_seconds,
                 "seed": settings.seed,
                 "resident_mb": memory,
             },

@@ -8,7 +8,7 @@ import csv
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
@@ -119,14 +119,11 @@ def label_clients(recorded: Sequence[TraceRequest], shares: Mapping[str, float])
     return labels
 
 
-def scale_lengths(
-    recorded: Sequence[TraceRequest], factor: float, labels: Mapping[str, str]
-) -> tuple[TraceRequest, ...]:
-    """Multiply all lengths by `factor`, to one token at least, and put our tenants in."""
+def scale_lengths(recorded: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
+    """Multiply all lengths by `factor`, to one token at least."""
     return tuple(
-        TraceRequest(
-            at_seconds=request.at_seconds,
-            tenant=labels[request.tenant],
+        replace(
+            request,
             prompt_tokens=max(1, round(request.prompt_tokens * factor)),
             output_tokens=max(1, round(request.output_tokens * factor)),
         )
@@ -134,31 +131,65 @@ def scale_lengths(
     )
 
 
-def service_per_second(requests: Sequence[TraceRequest]) -> float:
-    """Return the charged service asked for per second, over the whole trace.
+def relabel(
+    requests: Sequence[TraceRequest], labels: Mapping[str, str]
+) -> tuple[TraceRequest, ...]:
+    """Put our tenants in the place of the record's clients."""
+    return tuple(replace(request, tenant=labels[request.tenant]) for request in requests)
+
+
+def fit_window(
+    requests: Sequence[TraceRequest], *, service: float, seconds: float
+) -> tuple[TraceRequest, ...]:
+    """Cut off the beginning that asks for `service` and stretch its gaps to fill `seconds`.
+
+    Args:
+        requests: When they ask for too little, they come again from the start.
+        service: In cost units; the last request may exceed it.
+        seconds: The window's length; the last request comes before it is over.
 
     Raises:
-        TraceError: All requests arrive at once.
+        TraceError: All requests arrive at once, so there are no gaps to stretch.
     """
-    span = requests[-1].at_seconds - requests[0].at_seconds
+    window = []
+    asked = 0
+    repeated = _repeat(requests)
+    while asked < service:
+        window.append(next(repeated))
+        asked += window[-1].service
+    following = next(repeated)
+    span = following.at_seconds
     if span <= 0:
-        raise TraceError("all requests arrive at once, so the trace has no rate")
-    return sum(request.service for request in requests) / span
+        raise TraceError("all requests arrive at once, so the trace has no gaps")
+    factor = seconds / span
+    return tuple(replace(request, at_seconds=request.at_seconds * factor) for request in window)
 
 
-def scale_gaps(requests: Sequence[TraceRequest], factor: float) -> Iterator[TraceRequest]:
-    """Multiply all gaps by `factor`; at its end the trace starts again, without end."""
+def loop_window(
+    window: Sequence[TraceRequest], *, seconds: float, lead_in_seconds: float
+) -> Iterator[TraceRequest]:
+    """Send the end of a window as a lead-in, then the whole window again and again.
+
+    Args:
+        window: Requests within `seconds`.
+        seconds: How long one round takes.
+        lead_in_seconds: When the first whole round begins; at most `seconds`.
+    """
+    for round_number in itertools.count(-1):
+        for request in window:
+            at_seconds = request.at_seconds + round_number * seconds + lead_in_seconds
+            if at_seconds >= 0:
+                yield replace(request, at_seconds=at_seconds)
+
+
+def _repeat(requests: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
+    """Yield the requests from time 0 on; at their end they start again, without end."""
     start = requests[0].at_seconds
     # The gap before the repetition is the mean one: the record doesn't say when the next came.
     span = (requests[-1].at_seconds - start) * (1 + 1 / max(1, len(requests) - 1))
     for round_number in itertools.count():
         for request in requests:
-            yield TraceRequest(
-                at_seconds=(request.at_seconds - start + round_number * span) * factor,
-                tenant=request.tenant,
-                prompt_tokens=request.prompt_tokens,
-                output_tokens=request.output_tokens,
-            )
+            yield replace(request, at_seconds=request.at_seconds - start + round_number * span)
 
 
 def summarize_lengths(requests: Sequence[TraceRequest]) -> LengthSummary:

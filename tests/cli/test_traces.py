@@ -8,11 +8,12 @@ from tidegate_cli.errors import TraceError
 from tidegate_cli.traces import (
     TraceRequest,
     arena_trace,
+    fit_window,
     label_clients,
+    loop_window,
     read_trace,
-    scale_gaps,
+    relabel,
     scale_lengths,
-    service_per_second,
     summarize_lengths,
 )
 
@@ -67,32 +68,48 @@ def test_fewer_clients_than_tenants_are_refused() -> None:
 
 
 def test_one_factor_scales_all_lengths_and_leaves_at_least_one_token() -> None:
-    scaled = scale_lengths(
-        [request(prompt=100, output=400), request(prompt=1, output=1)], 0.25, {"a": "gold"}
-    )
+    scaled = scale_lengths([request(prompt=100, output=400), request(prompt=1, output=1)], 0.25)
 
-    assert [(r.tenant, r.prompt_tokens, r.output_tokens) for r in scaled] == [
-        ("gold", 25, 100),
-        ("gold", 1, 1),
+    assert [(r.prompt_tokens, r.output_tokens) for r in scaled] == [(25, 100), (1, 1)]
+
+
+def test_clients_become_tenants_and_nothing_else_changes() -> None:
+    assert relabel([request(at=3, tenant="m1")], {"m1": "gold"}) == (request(at=3, tenant="gold"),)
+
+
+def test_a_window_asks_for_the_wanted_service_in_the_wanted_time() -> None:
+    # Each asks for 50 cost units: 10 prompt tokens, and 20 output tokens at double cost.
+    trace = [request(at=at) for at in (10, 11, 14, 16, 30)]
+
+    window = fit_window(trace, service=120, seconds=60)
+
+    # Six seconds of trace, until the fourth request comes, are sixty.
+    assert [r.at_seconds for r in window] == [0, 10, 40]
+
+
+def test_a_trace_that_asks_for_too_little_starts_again_after_a_mean_gap() -> None:
+    window = fit_window([request(at=5), request(at=7)], service=200, seconds=16)
+
+    assert [r.at_seconds for r in window] == [0, 4, 8, 12]
+
+
+def test_requests_that_all_arrive_at_once_can_not_be_stretched() -> None:
+    with pytest.raises(TraceError, match="no gaps"):
+        fit_window([request(at=1), request(at=1)], service=10, seconds=1)
+
+
+def test_a_loop_begins_with_the_end_of_the_window_and_repeats_it() -> None:
+    window = [request(at=1, tenant="a"), request(at=8, tenant="b")]
+
+    looped = itertools.islice(loop_window(window, seconds=10, lead_in_seconds=4), 5)
+
+    assert [(r.at_seconds, r.tenant) for r in looped] == [
+        (2, "b"),
+        (5, "a"),
+        (12, "b"),
+        (15, "a"),
+        (22, "b"),
     ]
-
-
-def test_a_trace_asks_for_service_at_a_rate() -> None:
-    # Twice 10 prompt tokens and 20 output tokens at double cost, in four seconds.
-    assert service_per_second([request(at=1), request(at=5)]) == pytest.approx(25)
-
-
-def test_requests_that_all_arrive_at_once_have_no_rate() -> None:
-    with pytest.raises(TraceError, match="no rate"):
-        service_per_second([request(at=1), request(at=1)])
-
-
-def test_scaled_gaps_keep_their_proportions_and_the_trace_starts_again_at_its_end() -> None:
-    trace = [request(at=10), request(at=11), request(at=14)]
-
-    times = [r.at_seconds for r in itertools.islice(scale_gaps(trace, 2), 6)]
-
-    assert times == [0, 2, 8, 12, 14, 20]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
