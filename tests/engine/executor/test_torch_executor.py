@@ -1,0 +1,123 @@
+import dataclasses
+
+import pytest
+import torch
+
+from tidegate_engine.core.plan import PlanRow, StepPlan
+from tidegate_engine.core.sampling import SamplingParams
+from tidegate_engine.executor.base import Capacity, ExecutorError
+from tidegate_engine.executor.kv_cache import KvCache
+from tidegate_engine.executor.torch_executor import TorchExecutor
+from tidegate_testing.models import TINY, plan_row, tiny_model
+
+PROMPT = [7, 100, 33, 250, 61, 12, 5, 90, 200]
+SEEDED = SamplingParams(seed=5, temperature=1.0)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture
+def executor() -> TorchExecutor:
+    # Tied, a random model mostly repeats its input.
+    model = tiny_model(dataclasses.replace(TINY, has_tied_embeddings=False))
+    return TorchExecutor(model, KvCache.allocate(model.config, num_blocks=40, block_size=4))
+
+
+def plan(*rows: PlanRow) -> StepPlan:
+    return StepPlan(step=3, revision=1, rows=rows)
+
+
+def generate(
+    executor: TorchExecutor, sampling: SamplingParams, count: int, blocks: list[int]
+) -> list[int]:
+    """Prefill the prompt, then decode, alone."""
+    tokens = [*PROMPT]
+    start = 0
+    for _ in range(count):
+        row = plan_row(tokens[start:], blocks, start=start, sampling=sampling)
+        start = len(tokens)
+        tokens.append(executor.execute(plan(row)).tokens["r"].token_id)
+    return tokens[len(PROMPT) :]
+
+
+def test_capacity_is_that_of_the_pool(executor: TorchExecutor) -> None:
+    assert executor.capacity == Capacity(num_blocks=40, num_host_blocks=0, block_size=4)
+
+
+def test_an_empty_plan_computes_nothing(executor: TorchExecutor) -> None:
+    assert executor.execute(plan()).tokens == {}
+
+
+def test_only_rows_that_sample_get_a_token(executor: TorchExecutor) -> None:
+    result = executor.execute(
+        plan(
+            plan_row(PROMPT, [0, 1, 2], request_id="chunk", samples=False),
+            plan_row(PROMPT, [3, 4, 5], request_id="last"),
+        )
+    )
+    assert list(result.tokens) == ["last"]
+    nothing = executor.execute(plan(plan_row(PROMPT, [0, 1, 2], samples=False)))
+    assert nothing.tokens == {}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_request_started_over_goes_on_as_it_would_have(
+    executor: TorchExecutor, sampling: SamplingParams
+) -> None:
+    blocks = [9, 2, 30, 4, 17, 11]
+    undisturbed = generate(executor, sampling, 12, blocks)
+    # Preempted after six tokens: everything is computed again, in other blocks, in two chunks.
+    known = [*PROMPT, *undisturbed[:6]]
+    other = [20, 21, 22, 23, 24, 25]
+    executor.execute(plan(plan_row(known[:10], other, samples=False)))
+    row = plan_row(known[10:], other, start=10, sampling=sampling)
+    assert executor.execute(plan(row)).tokens["r"].token_id == undisturbed[6]
+    assert len(set(undisturbed)) > 3
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_neighbours_change_no_token(executor: TorchExecutor, sampling: SamplingParams) -> None:
+    alone = generate(executor, sampling, 8, [0, 1, 2, 3, 4])
+    tokens = [*PROMPT]
+    start = 0
+    for i in range(8):
+        rows = [
+            plan_row([3 * i + 1], [30 + i], request_id="n1", sampling=SEEDED),
+            plan_row(tokens[start:], [9, 8, 7, 6, 5], start=start, sampling=sampling),
+            plan_row(PROMPT[: i + 1], [20, 21, 22], request_id="n2", samples=False),
+        ]
+        start = len(tokens)
+        tokens.append(executor.execute(plan(*rows)).tokens["r"].token_id)
+    assert tokens[len(PROMPT) :] == alone
+
+
+def test_log_probabilities_come_along_when_asked_for(executor: TorchExecutor) -> None:
+    asked = SamplingParams(temperature=0.0, logprobs=3)
+    token = executor.execute(plan(plan_row(PROMPT, [0, 1, 2], sampling=asked))).tokens["r"]
+    assert token.logprob is not None
+    assert token.top_logprobs[0] == (token.token_id, token.logprob)
+    assert len(token.top_logprobs) == 3
+
+
+def test_a_plan_that_cannot_be_computed_names_step_and_request(executor: TorchExecutor) -> None:
+    fine = plan_row(PROMPT, [0, 1, 2], request_id="fine")
+    with pytest.raises(ExecutorError, match="step 3: row of request r: needs 3 blocks"):
+        executor.execute(plan(fine, plan_row(PROMPT, [5])))
+
+
+def test_a_device_that_fails_is_an_executor_error() -> None:
+    model = tiny_model()
+    # A pool of another dtype than the model's stands for a device error: torch raises in the step.
+    cache = KvCache.allocate(model.config, num_blocks=4, block_size=4, dtype=torch.float64)
+    with pytest.raises(ExecutorError, match="step 3"):
+        TorchExecutor(model, cache).execute(plan(plan_row([1], [0])))
+
+
+def test_the_number_of_threads_can_be_set() -> None:
+    model = tiny_model()
+    before = torch.get_num_threads()
+    try:
+        cache = KvCache.allocate(TINY, num_blocks=1, block_size=4)
+        TorchExecutor(model, cache, num_threads=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

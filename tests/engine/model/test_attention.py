@@ -1,0 +1,63 @@
+import torch
+from torch import Tensor
+
+from tidegate_engine.core.plan import PlanRow
+from tidegate_engine.model.attention import PagedAttention
+from tidegate_engine.model.batch import build_batch
+from tidegate_testing.models import TINY, plan_row
+
+BLOCK_SIZE = 4
+LAYER = 1
+H, K, D = TINY.num_heads, TINY.num_kv_heads, TINY.head_size
+
+
+def dense(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """One query [H, D] over a context [C, K, D], written out head by head."""
+    out = []
+    for head in range(H):
+        kv_head = head * K // H
+        scores = keys[:, kv_head] @ query[head] / D**0.5
+        out.append(scores.softmax(0) @ values[:, kv_head])
+    return torch.cat(out)
+
+
+def test_paged_attention_is_dense_attention_over_each_rows_own_tokens() -> None:
+    torch.manual_seed(0)
+    pool = torch.randn(120, TINY.num_layers, 2, BLOCK_SIZE, K, D)
+    before = pool.clone()
+    shuffled = torch.randperm(120).tolist()
+    rows, contexts = [], []
+    taken = 0
+    for start, count in ((0, 1), (21, 1), (3, 6), (0, 30), (130, 2), (60, 1), (17, 29)):
+        num_blocks = -(-(start + count) // BLOCK_SIZE)
+        blocks = shuffled[taken : taken + num_blocks]
+        taken += num_blocks
+        rows.append(plan_row([0] * count, blocks, start=start))
+        contexts.append(before[blocks, LAYER].transpose(0, 1).reshape(2, -1, K, D).clone())
+    num_tokens = sum(len(row.token_ids) for row in rows)
+    query = torch.randn(num_tokens, H, D)
+    key, value = torch.randn(2, num_tokens, K, D)
+
+    batch = build_batch(rows, TINY, num_blocks=120, block_size=BLOCK_SIZE)
+    out = PagedAttention(pool, batch).attend(LAYER, query, key, value)
+
+    at = 0
+    for row, (keys, values) in zip(rows, contexts, strict=True):
+        for position in range(row.start, row.end):
+            keys[position], values[position] = key[at], value[at]
+            expected = dense(query[at], keys[: position + 1], values[: position + 1])
+            torch.testing.assert_close(out[at], expected, rtol=0, atol=1e-5)
+            at += 1
+
+
+def test_only_the_rows_own_slots_of_the_layer_are_written() -> None:
+    pool = torch.zeros(4, TINY.num_layers, 2, BLOCK_SIZE, K, D)
+    row: PlanRow = plan_row([0, 0], [2, 0], start=3)
+    batch = build_batch([row], TINY, num_blocks=4, block_size=BLOCK_SIZE)
+    key, value = torch.full((2, K, D), 2.0), torch.full((2, K, D), 3.0)
+    PagedAttention(pool, batch).attend(LAYER, torch.zeros(2, H, D), key, value)
+    expected = torch.zeros_like(pool)
+    for block, offset in ((2, 3), (0, 0)):
+        expected[block, LAYER, 0, offset] = 2.0
+        expected[block, LAYER, 1, offset] = 3.0
+    assert torch.equal(pool, expected)
