@@ -14,6 +14,7 @@ from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
 from tidegate_cli.demo import DemoSettings, run_demo
 from tidegate_cli.errors import CommandError
 from tidegate_cli.local import LocalSettings
+from tidegate_cli.report import TABLE_WIDTH
 from tidegate_cli.up import stay_up
 from tidegate_devcluster.errors import DevClusterError
 from tidegate_devcluster.progress import to_stderr
@@ -29,9 +30,6 @@ JsonFile = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Shorter and less precise, same figures.")]
 Replicas = Annotated[int, typer.Option(min=1, max=64, help="Engine pods.")]
-
-TABLE_WIDTH = 104
-"""What the widest table needs; a narrower terminal wraps its lines, which loses nothing."""
 
 app = typer.Typer(
     name="tidegate",

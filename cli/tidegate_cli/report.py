@@ -10,6 +10,9 @@ from rich.table import Table
 from tidegate_cli.traces import LengthSummary
 from tidegate_cli.traffic import CallFigures, Latency
 
+TABLE_WIDTH = 122
+"""What the widest table needs; a narrower terminal wraps its lines, which loses nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:

@@ -4,6 +4,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tidegate_cli.report import (
+    TABLE_WIDTH,
     Phase,
     Service,
     TenantPhase,
@@ -34,9 +35,9 @@ def phase_of(*tenants: TenantPhase, name: str = "before") -> Phase:
     return Phase(name=name, seconds=10.0, tenants=tenants)
 
 
-def text_of(renderable: RenderableType) -> str:
+def text_of(renderable: RenderableType, *, width: int = 180) -> str:
     file = io.StringIO()
-    Console(file=file, width=180).print(renderable)
+    Console(file=file, width=width).print(renderable)
     return file.getvalue()
 
 
@@ -69,15 +70,31 @@ def test_each_tenant_stands_before_and_after_in_neighbouring_rows() -> None:
         )
     )
 
-    rows = [
-        line.split()[:3] for line in text.splitlines() if " gold " in line or "batch" in line
-    ]
+    rows = [line.split()[:3] for line in text.splitlines() if " gold " in line or "batch" in line]
     assert rows == [
         ["gold", "before", "standard"],
         ["gold", "after", "premium"],
         ["batch", "before", "standard"],
         ["batch", "after", "standard"],
     ]
+
+
+def test_nothing_of_the_widest_row_is_cut_off() -> None:
+    waiting = Latency(123.4, at_least=True)
+    calls = CallFigures(
+        sent=1000, finished=1000, failed=0, ttft_p50=waiting, ttft_p99=waiting, itl_p99=waiting
+    )
+    widest = TenantPhase(
+        tenant="silver",
+        terms=Terms(tier="background", weight=1_000_000),
+        calls=calls,
+        service=Service(output_tokens=100_000, charged=200_000, preemptions=1000),
+    )
+
+    text = text_of(phases_table([phase_of(widest)]), width=TABLE_WIDTH)
+
+    assert "…" not in text
+    assert text.count(">=123.4 s") == 3
 
 
 def test_the_lengths_of_the_traffic_are_printed() -> None:
