@@ -1,0 +1,47 @@
+from tidegate_operator.usage import UsageMeter
+from tidegate_policies.wire import EngineReport, TenantCounters
+
+
+def a_report(pod: str, incarnation: str = "i", **counters: float) -> EngineReport:
+    return EngineReport(
+        pool="p",
+        pod=pod,
+        incarnation=incarnation,
+        sequence=1,
+        running=1,
+        kv_blocks=100,
+        kv_used_blocks=10,
+        tenants=(TenantCounters(tenant="t", **counters),),  # type: ignore[arg-type]
+    )
+
+
+def test_first_call_only_opens_the_window() -> None:
+    assert UsageMeter().sample([a_report("a", output_tokens=100)], now=5.0) is None
+
+
+def test_rates_are_means_over_the_window_and_all_engines() -> None:
+    meter = UsageMeter()
+    meter.sample([a_report("a", output_tokens=100), a_report("b", service=1.0)], now=5.0)
+    activity = meter.sample(
+        [a_report("a", output_tokens=150), a_report("b", output_tokens=50, service=4.0)], now=15.0
+    )
+    assert activity is not None
+    tenant = activity.tenants["t"]
+    assert (tenant.output_tokens_per_second, tenant.service) == (10.0, 3.0)
+    assert (activity.running, activity.kv_blocks, activity.kv_used_blocks) == (2, 200, 20)
+
+
+def test_restarted_engine_counts_from_its_next_window() -> None:
+    meter = UsageMeter()
+    meter.sample([a_report("a", output_tokens=1000)], now=0.0)
+    activity = meter.sample([a_report("a", "other", output_tokens=10)], now=10.0)
+    assert activity is not None
+    assert activity.tenants["t"].output_tokens_per_second == 0.0
+
+
+def test_tenant_without_work_or_service_is_idle() -> None:
+    meter = UsageMeter()
+    meter.sample([a_report("a", cancelled=3, output_tokens=9)], now=0.0)
+    activity = meter.sample([a_report("a", cancelled=3, output_tokens=9)], now=10.0)
+    assert activity is not None
+    assert activity.tenants["t"].is_idle
