@@ -25,11 +25,18 @@ def answers() -> list[int]:
 
 
 @pytest.fixture
-async def url(answers: list[int]) -> AsyncIterator[str]:
+def given() -> list[int]:
+    """The statuses that the server below has given so far."""
+    return []
+
+
+@pytest.fixture
+async def url(answers: list[int], given: list[int]) -> AsyncIterator[str]:
     statuses = chain(answers, repeat(answers[-1]))
 
     async def answer(_: web.Request) -> web.Response:
-        return web.Response(status=next(statuses))
+        given.append(next(statuses))
+        return web.Response(status=given[-1])
 
     app = web.Application()
     app.router.add_get("/readyz", answer)
@@ -62,8 +69,11 @@ async def verdicts(url: str, count: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("answers", [[200, 503, 200, 200, 503, 503, 200, 503, 503, 503]])
-async def test_only_enough_answers_in_a_row_change_the_verdict(url: str) -> None:
+async def test_only_enough_answers_in_a_row_change_the_verdict(
+    url: str, answers: list[int], given: list[int]
+) -> None:
     assert await verdicts(url, 2) == [True, False]
+    assert given == answers
 
 
 @pytest.mark.parametrize("answers", [[503, 399, 200, 400]])
