@@ -49,7 +49,7 @@ def test_test_folders_are_not_packages() -> None:
 
 @pytest.mark.parametrize("tests", MIRRORED)
 def test_the_tests_mirror_the_tree(tests: str) -> None:
-    """tests/engine/core/ tests engine/tidegate_engine/core/, module by module or several at once."""
+    """tests/engine/core/ tests engine/tidegate_engine/core/, one module or several at once."""
     strays = [
         test
         for test in committed(f"tests/{tests}/**/test_*.py")
