@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 IMAGES: Mapping[str, Sequence[str]] = {
     "python": [sys.executable],
-    "tidegate/engine": [sys.executable, "-m", "tidegate_engine.main"],
+    "tidegate/engine": [sys.executable, "-m", "tidegate_engine"],
 }
 POLL_SECONDS = 0.05
 CRDS = Path(__file__).resolve().parents[3] / "crds"
