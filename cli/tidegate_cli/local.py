@@ -242,7 +242,8 @@ class LocalTidegate:
             log=self.work_folder / "operator.log",
             lifeline=exits.enter_context(Lifeline()),
         )
-        exits.push_async_callback(self.operator.stop)
+        # At the end nothing is worth the seconds that a graceful stop takes.
+        exits.push_async_callback(self.operator.stop, kill=True)
         await self.operator.start()
 
     async def _apply_all(self) -> None:

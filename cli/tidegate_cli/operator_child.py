@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tidegate_devcluster.processes import Child, Lifeline, free_port
 
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 15.0
 
 
 class OperatorChild:
