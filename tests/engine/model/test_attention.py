@@ -46,7 +46,7 @@ def test_paged_attention_is_dense_attention_over_each_rows_own_tokens() -> None:
         for position in range(row.start, row.end):
             keys[position], values[position] = key[at], value[at]
             expected = dense(query[at], keys[: position + 1], values[: position + 1])
-            torch.testing.assert_close(out[at], expected, rtol=0, atol=1e-5)
+            assert torch.allclose(out[at], expected, rtol=0, atol=1e-5)
             at += 1
 
 
