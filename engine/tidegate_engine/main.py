@@ -30,6 +30,7 @@ from tidegate_engine.server.app import create_app
 from tidegate_engine.server.service import Service, assemble
 from tidegate_engine.settings import Settings, SettingsError
 from tidegate_engine.state_file import StateFile
+from tidegate_engine.tasks import cancel_all
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
@@ -118,8 +119,7 @@ async def _stop(
     http.should_exit = True
     await asyncio.wait({serving})
     await asyncio.to_thread(service.engine.stop)
-    for task in (follow, report, asked_to_stop, engine_ended):
-        task.cancel()
+    await cancel_all((follow, report, asked_to_stop, engine_ended))
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     for end in ends:
         if isinstance(end, Exception):

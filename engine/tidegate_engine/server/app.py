@@ -197,7 +197,12 @@ async def _begin(
     intake: Intake,
     response_format: ResponseFormat,
 ) -> Answer:
-    generation = Generation(caller.request_id, tenant=caller.tenant, arrived_at=caller.arrived_at)
+    generation = Generation(
+        caller.request_id,
+        tenant=caller.tenant,
+        arrived_at=caller.arrived_at,
+        max_unread_events=service.max_unread_events,
+    )
     await service.generations.begin(generation, intake.requests)
     rule = service.identities.rule_of(caller.tenant)
     tokenizer = service.model.tokenizer

@@ -36,7 +36,7 @@ _VALIDATION_CODES = {
 }
 
 
-_UNION_BRANCHES = ("str", "list[", "function-after[")
+_UNION_BRANCHES = ("list[", "function-after[")
 
 
 class ApiError(Exception):
@@ -180,7 +180,7 @@ def _most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def _path(error: Mapping[str, Any]) -> list[str]:
     """Return where the error is, without "body" and the names of union branches."""
     parts = [str(part) for part in error["loc"][1:]]
-    return [part for part in parts if not part.startswith(_UNION_BRANCHES)]
+    return [part for part in parts if part != "str" and not part.startswith(_UNION_BRANCHES)]
 
 
 async def answer_api_error(_: HttpRequest, error: Exception) -> JsonResponse:

@@ -47,7 +47,7 @@ class Generation:
         *,
         tenant: str,
         arrived_at: float,
-        max_unread_events: int = MAX_UNREAD_EVENTS,
+        max_unread_events: int,
     ) -> None:
         self.generation_id = generation_id
         self.tenant = tenant

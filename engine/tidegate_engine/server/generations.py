@@ -45,6 +45,11 @@ class Generations:
         """Whether new work is refused."""
         return self._is_draining
 
+    @property
+    def running_ids(self) -> tuple[str, ...]:
+        """Ids of the generations that haven't ended."""
+        return tuple(self._by_id)
+
     async def begin(self, generation: Generation, requests: Sequence[Request]) -> None:
         """Submit all choices of a generation; from here on its outputs come.
 

@@ -10,6 +10,7 @@ from tidegate_engine.executor.base import Executor
 from tidegate_engine.loop import EngineLoop
 from tidegate_engine.metrics import EngineMetrics
 from tidegate_engine.policy_board import PolicyBoard
+from tidegate_engine.server.generation import MAX_UNREAD_EVENTS
 from tidegate_engine.server.generations import Generations
 from tidegate_engine.server.identity import Identities
 from tidegate_engine.server.served_model import ServedModel
@@ -20,6 +21,7 @@ class Service:
     """What the API serves with.
 
     Attributes:
+        max_unread_events: Tokens of one generation that its client may leave unread.
         stopped: Set when the engine's thread has ended.
         clock: The engine's clock.
         wall_clock: Seconds since the epoch; for people only.
@@ -31,6 +33,7 @@ class Service:
     board: PolicyBoard
     metrics: EngineMetrics
     model: ServedModel
+    max_unread_events: int
     stopped: asyncio.Event
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
@@ -44,6 +47,7 @@ def assemble(
     model: ServedModel,
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
+    max_unread_events: int = MAX_UNREAD_EVENTS,
 ) -> Service:
     """Wire an engine to the running event loop; its thread isn't started yet.
 
@@ -54,6 +58,7 @@ def assemble(
         model: What `executor` runs.
         clock: Monotonic, in seconds.
         wall_clock: Seconds since the epoch.
+        max_unread_events: Tokens of one generation that its client may leave unread.
     """
     bridge = EngineBridge(asyncio.get_running_loop())
     engine = EngineLoop(scheduler=scheduler, executor=executor, listener=bridge, clock=clock)
@@ -65,6 +70,7 @@ def assemble(
         board=PolicyBoard(engine.apply_policy),
         metrics=metrics,
         model=model,
+        max_unread_events=max_unread_events,
         stopped=asyncio.Event(),
         clock=clock,
         wall_clock=wall_clock,

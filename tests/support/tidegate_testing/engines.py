@@ -21,6 +21,7 @@ from tidegate_engine.executor.base import Capacity, Executor
 from tidegate_engine.executor.simulated import SimulatedExecutor, StepCost
 from tidegate_engine.model.bytes_tokenizer import NUM_PRINTABLE, BytesTokenizer
 from tidegate_engine.server.app import create_app
+from tidegate_engine.server.generation import MAX_UNREAD_EVENTS
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_engine.server.service import Service, assemble
 from tidegate_policies.snapshot import PolicySnapshot, TenantRule
@@ -177,6 +178,7 @@ def a_running_engine(
     step_seconds: float = 0.0,
     max_num_seqs: int = 32,
     max_waiting: int = 1000,
+    max_unread_events: int = MAX_UNREAD_EVENTS,
     has_policy: bool = True,
 ) -> Iterator[RunningEngine]:
     """Serve from a thread until the block ends; `policy` is in force when it begins."""
@@ -201,6 +203,7 @@ def a_running_engine(
             model=model or a_served_model(),
             clock=time.monotonic,
             wall_clock=time.time,
+            max_unread_events=max_unread_events,
         )
         config = uvicorn.Config(
             create_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=1

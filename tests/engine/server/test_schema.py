@@ -1,0 +1,185 @@
+"""What is refused is named; what asks for nothing is accepted."""
+
+import json
+import math
+
+import pytest
+
+from tidegate_testing.engines import MODEL, RunningEngine
+
+COMPLETION: dict[str, object] = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
+MESSAGE: dict[str, object] = {"role": "user", "content": "Hello"}
+CHAT: dict[str, object] = {"model": MODEL, "messages": [MESSAGE], "max_tokens": 1}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("best_of", 2),
+        ("echo", True),
+        ("frequency_penalty", 0.5),
+        ("logit_bias", {"50256": -100}),
+        ("presence_penalty", -1),
+        ("suffix", "end"),
+    ],
+)
+def test_a_completion_field_that_is_not_supported_is_named(
+    engine: RunningEngine, field: str, value: object
+) -> None:
+    refuses(
+        engine, COMPLETIONS, {**COMPLETION, field: value}, param=field, code="unsupported_field"
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("audio", {"voice": "alloy", "format": "mp3"}),
+        ("function_call", {"name": "f"}),
+        ("functions", [{"name": "f"}]),
+        ("modalities", ["text", "audio"]),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("reasoning_effort", "high"),
+        ("response_format", {"type": "json_object"}),
+        ("service_tier", "priority"),
+        ("store", True),
+        ("tool_choice", "required"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("verbosity", "low"),
+        ("web_search_options", {}),
+    ],
+)
+def test_a_chat_field_that_is_not_supported_is_named(
+    engine: RunningEngine, field: str, value: object
+) -> None:
+    refuses(engine, CHATS, {**CHAT, field: value}, param=field, code="unsupported_field")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHATS])
+def test_an_unknown_field_is_named(engine: RunningEngine, path: str) -> None:
+    body = COMPLETION if path == COMPLETIONS else CHAT
+    refuses(engine, path, {**body, "temprature": 0.5}, param="temprature", code="unknown_field")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", "5"),
+        ("n", 0),
+        ("n", 129),
+        ("n", True),
+        ("prompt", []),
+        ("prompt", None),
+        ("prompt", "\ud800"),
+        ("seed", 1.5),
+        ("seed", 1 << 64),
+        ("stop", ["a", "b", "c", "d", "e"]),
+        ("stop", ""),
+        ("stop", "x" * 257),
+        ("stream", "yes"),
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", math.nan),
+        ("top_k", -2),
+        ("top_p", 0),
+        ("logprobs", 6),
+    ],
+)
+def test_a_wrong_value_is_named(engine: RunningEngine, field: str, value: object) -> None:
+    refuses(engine, COMPLETIONS, {**COMPLETION, field: value}, param=field, code="invalid_value")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({**CHAT, "messages": []}, "messages"),
+        ({**CHAT, "messages": [{**MESSAGE, "role": "tool"}]}, "messages.0.role"),
+        ({**CHAT, "messages": [{**MESSAGE, "content": 5}]}, "messages.0.content"),
+        (
+            {**CHAT, "messages": [{**MESSAGE, "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+        ),
+        ({**CHAT, "top_logprobs": 2}, "top_logprobs"),
+        ({**CHAT, "logprobs": True, "top_logprobs": 6}, "top_logprobs"),
+        ({**CHAT, "max_completion_tokens": 5}, "max_tokens"),
+        ({**CHAT, "stream_options": {"include_usage": True}}, "stream_options"),
+        ({**CHAT, "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+    ],
+)
+def test_the_place_of_a_mistake_is_named(
+    engine: RunningEngine, body: dict[str, object], param: str
+) -> None:
+    code = "unknown_field" if param.endswith(".usage") else "invalid_value"
+    refuses(engine, CHATS, body, param=param, code=code)
+
+
+def test_a_missing_field_is_named(engine: RunningEngine) -> None:
+    refuses(engine, COMPLETIONS, {"prompt": "Hello"}, param="model", code="missing_field")
+    refuses(engine, CHATS, {"model": MODEL}, param="messages", code="missing_field")
+
+
+def test_token_ids_are_checked_against_the_vocabulary(engine: RunningEngine) -> None:
+    refuses(
+        engine,
+        COMPLETIONS,
+        {**COMPLETION, "prompt": [1, 257]},
+        param="prompt",
+        code="invalid_value",
+    )
+    refuses(
+        engine, COMPLETIONS, {**COMPLETION, "prompt": [-1]}, param="prompt.0", code="invalid_value"
+    )
+
+
+def test_the_number_of_all_choices_is_bounded(engine: RunningEngine) -> None:
+    body = {**COMPLETION, "prompt": ["a"] * 5, "n": 100}
+    refuses(engine, COMPLETIONS, body, param="n", code="too_many_choices")
+
+
+def test_another_model_is_not_found(engine: RunningEngine) -> None:
+    answer = engine.http().post(COMPLETIONS, json={**COMPLETION, "model": "gpt"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("content", [b"{", b"", b"[" * 100_000, b"\xff\xfe\xfd"])
+def test_a_body_that_is_not_json_is_refused(engine: RunningEngine, content: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    answer = engine.http().post(COMPLETIONS, content=content, headers=headers)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"frequency_penalty": 0},
+        {"presence_penalty": 0.0},
+        {"logit_bias": {}},
+        {"user": "u", "metadata": {"a": "b"}},
+        {"response_format": {"type": "text"}},
+        {"tools": [], "tool_choice": "none", "parallel_tool_calls": True},
+        {"modalities": ["text"], "service_tier": "auto", "store": False},
+        {"logprobs": None, "top_p": None, "stop": None, "stream": None, "seed": None},
+        {"prompt_cache_key": "k", "safety_identifier": "s"},
+        {"top_k": -1, "ignore_eos": True},
+        {"max_completion_tokens": 1},
+    ],
+)
+def test_what_asks_for_nothing_is_accepted(engine: RunningEngine, field: dict[str, object]) -> None:
+    answer = engine.http().post(CHATS, json={**CHAT, **field})
+    assert answer.status_code == 200, answer.text
+
+
+def refuses(
+    engine: RunningEngine, path: str, body: dict[str, object], *, param: str, code: str
+) -> None:
+    content = json.dumps(body)
+    headers = {"content-type": "application/json"}
+    answer = engine.http().post(path, content=content, headers=headers)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
+    assert param in error["message"]
+    assert answer.headers["x-tidegate-reason"] == code

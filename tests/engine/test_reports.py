@@ -1,0 +1,164 @@
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from tidegate_devcluster.redis_server import RedisServer
+from tidegate_engine import reports
+from tidegate_engine.bridge import engine_stats
+from tidegate_engine.core.limits import EngineLimits
+from tidegate_engine.core.request import SchedulerStats
+from tidegate_engine.core.scheduler import Scheduler
+from tidegate_engine.policy_source import PolicySource, ed25519_verifier
+from tidegate_engine.reports import Reporter
+from tidegate_engine.server.service import Service, assemble
+from tidegate_engine.state_file import StateFile
+from tidegate_engine.tasks import cancel_all
+from tidegate_policies.wire import EngineReport, TenantCounters, report_key, reports_channel
+from tidegate_testing.control import Publisher, until
+from tidegate_testing.engines import StepGate, a_paced_executor, a_served_model
+from tidegate_testing.policies import a_snapshot, a_tenant
+from tidegate_testing.scheduling import a_request
+
+POD = "engine-0"
+
+
+@dataclass
+class ReportingEngine:
+    """An engine without its API."""
+
+    service: Service
+    redis: Redis
+
+
+@asynccontextmanager
+async def a_reporting_engine(
+    publisher: Publisher, folder: Path, *, incarnation: str = "first"
+) -> AsyncIterator[ReportingEngine]:
+    service = assemble(
+        pool=publisher.pool,
+        scheduler=Scheduler(num_blocks=64, block_size=16, limits=EngineLimits()),
+        executor=a_paced_executor(StepGate()),
+        model=a_served_model(),
+        clock=time.monotonic,
+        wall_clock=time.time,
+    )
+    service.engine.start()
+
+    async def stats() -> SchedulerStats:
+        return (await engine_stats(service.engine, patience_seconds=1)).scheduler
+
+    async with Redis.from_url(publisher.url) as redis:
+        source = PolicySource(
+            pool=publisher.pool,
+            redis=redis,
+            verify=ed25519_verifier(publisher.verify_key),
+            board=service.board,
+            state=StateFile(folder / "policy.json"),
+        )
+        reporter = Reporter(
+            pod=POD,
+            pool=publisher.pool,
+            incarnation=incarnation,
+            redis=redis,
+            board=service.board,
+            source=source,
+            stats=stats,
+        )
+        tasks = {asyncio.create_task(source.run()), asyncio.create_task(reporter.run())}
+        try:
+            yield ReportingEngine(service, redis)
+        finally:
+            await cancel_all(tasks)
+            await asyncio.to_thread(service.engine.stop)
+
+
+@pytest.fixture
+def publisher(redis_server: RedisServer) -> Publisher:
+    return Publisher(redis_server.url)
+
+
+@pytest.fixture
+def rare_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave only events to cause a report in time."""
+    monkeypatch.setattr(reports, "HEARTBEAT_SECONDS", 600.0)
+
+
+async def reported(publisher: Publisher, *, revision: int) -> EngineReport:
+    def ask() -> EngineReport | None:
+        report = publisher.report(POD)
+        return report if report is not None and report.revision == revision else None
+
+    report = await until(ask, f"a report of revision {revision}")
+    assert report is not None
+    return report
+
+
+@pytest.mark.usefixtures("rare_heartbeats")
+async def test_an_applied_policy_is_acknowledged_at_once(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    async with a_reporting_engine(publisher, tmp_path):
+        first = await until(lambda: publisher.report(POD), "a first report")
+        assert (first.revision, first.incarnation) == (0, "first")
+        envelope = publisher.publish(a_snapshot(), 3)
+        report = await reported(publisher, revision=3)
+        assert (report.digest, report.step, report.refused) == (envelope.digest, 1, None)
+        assert report.sequence > first.sequence
+        assert not report.degraded
+
+
+@pytest.mark.usefixtures("rare_heartbeats")
+async def test_a_refused_policy_is_reported_at_once(publisher: Publisher, tmp_path: Path) -> None:
+    async with a_reporting_engine(publisher, tmp_path):
+        publisher.publish(a_snapshot(), 3)
+        await reported(publisher, revision=3)
+        publisher.publish(a_snapshot(a_tenant("zeta")), 2)
+        refused = await until(lambda: (publisher.report(POD) or first_of()).refused, "a refusal")
+        assert (refused.revision, refused.reason) == (2, "StaleRevision")
+        publisher.publish(a_snapshot(a_tenant("zeta")), 4)
+        assert (await reported(publisher, revision=4)).refused is None
+
+
+def first_of() -> EngineReport:
+    return EngineReport(pool="", pod=POD, incarnation="", sequence=0)
+
+
+async def test_reports_come_again_and_count_what_tenants_did(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    publisher.publish(a_snapshot(a_tenant("acme"), a_tenant("idle")), 1)
+    async with a_reporting_engine(publisher, tmp_path) as engine:
+        before = await reported(publisher, revision=1)
+        assert before.tenants == ()
+        assert (before.kv_blocks, before.kv_used_blocks) == (64, 0)
+        engine.service.engine.submit(a_request("acme", prompt=4, output=3)).result()
+
+        def ask() -> tuple[TenantCounters, ...]:
+            report = publisher.report(POD)
+            return () if report is None or report.running else report.tenants
+
+        [tenant] = await until(ask, "counters")
+        assert tenant == TenantCounters(tenant="acme", output_tokens=3, service=4 + 2 * 3)
+
+
+async def test_reports_are_announced_in_order_and_expire(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    async with a_reporting_engine(publisher, tmp_path) as engine:
+        async with engine.redis.pubsub() as channel:
+            await channel.subscribe(reports_channel(publisher.pool))
+            sequences: list[int] = []
+            async for message in channel.listen():
+                if message["type"] == "message":
+                    sequences.append(EngineReport.from_json(message["data"]).sequence)
+                if len(sequences) == 3:
+                    break
+        assert sequences == list(range(sequences[0], sequences[0] + 3))
+        remaining_ms = await engine.redis.pttl(report_key(publisher.pool, POD))
+        assert 0 < remaining_ms <= 5000

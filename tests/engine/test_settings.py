@@ -1,0 +1,95 @@
+import base64
+from pathlib import Path
+
+import pytest
+
+from tidegate_engine.settings import Settings, SettingsError
+
+KEY = base64.b64encode(bytes(32)).decode()
+MINIMAL = {
+    "TIDEGATE_POOL": "serving/main",
+    "TIDEGATE_REDIS_URL": "redis://127.0.0.1:6379",
+    "TIDEGATE_VERIFY_KEY": KEY,
+}
+
+
+@pytest.fixture(autouse=True)
+def minimal_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in MINIMAL.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_three_variables_are_enough() -> None:
+    settings = Settings.from_environment()
+    assert (settings.executor, settings.model_source, settings.threads) == ("torch", "smollm2", 1)
+    assert settings.block_size == 16
+    assert settings.pod_name
+
+
+@pytest.mark.parametrize("name", MINIMAL)
+def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.delenv(name)
+    with pytest.raises(SettingsError, match=f"^{name}: is not set$"):
+        Settings.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TIDEGATE_POOL", "main"),
+        ("TIDEGATE_REDIS_URL", "http://redis"),
+        ("TIDEGATE_VERIFY_KEY", "not base64!"),
+        ("TIDEGATE_VERIFY_KEY", base64.b64encode(bytes(31)).decode()),
+        ("TIDEGATE_EXECUTOR", "cuda"),
+        ("TIDEGATE_KV_BLOCKS", "0"),
+        ("TIDEGATE_KV_BLOCKS", "many"),
+        ("TIDEGATE_THREADS", "0"),
+        ("TIDEGATE_PORT", "65536"),
+        ("TIDEGATE_DRAIN_SECONDS", "-1"),
+        ("TIDEGATE_LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_wrong_value_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SettingsError) as caught:
+        Settings.from_environment()
+    assert caught.value.variable == name
+    assert str(caught.value).startswith(f"{name}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_are_frozen() -> None:
+    settings = Settings.from_environment()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.port = 1  # type: ignore[misc]
+
+
+def test_the_model_is_named_after_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.from_environment().model_name == "smollm2"
+    monkeypatch.setenv("TIDEGATE_MODEL", "/models/Qwen3")
+    assert Settings.from_environment().model_name == "Qwen3"
+    monkeypatch.setenv("TIDEGATE_SERVED_MODEL_NAME", "chat")
+    assert Settings.from_environment().model_name == "chat"
+
+
+def test_simulated_engines_need_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEGATE_EXECUTOR", "simulated")
+    settings = Settings.from_environment()
+    assert (settings.model_source, settings.model_name) == ("", "simulated")
+
+
+def test_engines_on_one_machine_keep_their_policies_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    files = set()
+    for pod in ("engine-0", "engine-1"):
+        monkeypatch.setenv("TIDEGATE_POD_NAME", pod)
+        files.add(Settings.from_environment().policy_file)
+    assert files == {
+        tmp_path / "tidegate" / pod / "serving.main.policy.json" for pod in ("engine-0", "engine-1")
+    }
+    monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path / "own"))
+    assert Settings.from_environment().policy_file.parent == tmp_path / "own"
