@@ -1,32 +1,35 @@
 """The ready-made policies that the command applies.
 
-In a checkout they are in `policies/catalog`; a wheel carries a copy inside this package.
+`tidegate_cli/policies` is a link to `policies/catalog`, so that a wheel carries a copy of it.
 """
 
 from pathlib import Path
 
 from tidegate_cli.errors import CommandError
 
-_PACKAGE = Path(__file__).resolve().parent
+_CATALOG = Path(__file__).resolve().parent / "policies"
 
 
 class CatalogError(CommandError):
-    """A ready-made set of policies is not where it belongs.
+    """There is no ready-made set of policies of that name.
 
     Attributes:
-        path: Where it should be.
+        name: As it was asked for.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        super().__init__(f"{path} is missing: this installation of tidegate is incomplete")
+    def __init__(self, name: str) -> None:
+        self.name = name
+        known = ", ".join(sorted(path.name for path in _CATALOG.glob("*/"))) or "none"
+        super().__init__(f"no ready-made policies {name!r}; there are: {known}")
 
 
 def policies_folder(name: str) -> Path:
-    """Return the folder of a ready-made set of policies, for example `gold-silver-batch`."""
-    packaged = _PACKAGE / "catalog_files" / name
-    in_checkout = _PACKAGE.parents[1] / "policies" / "catalog" / name
-    for path in (packaged, in_checkout):
-        if path.is_dir():
-            return path
-    raise CatalogError(in_checkout)
+    """Return the folder of a ready-made set of policies, for example `gold-silver-batch`.
+
+    Raises:
+        CatalogError: There is none of that name.
+    """
+    folder = (_CATALOG / name).resolve()
+    if not folder.is_dir():
+        raise CatalogError(name)
+    return folder

@@ -38,6 +38,8 @@ Progress = Callable[[str], None]
 ENGINE_IMAGE = "tidegate/engine"
 TENANTS = ("gold", "silver", "batch")
 POOL = "chat"
+DEFINED_SECONDS = 30.0
+POLL_SECONDS = 0.1
 START_SECONDS = 180.0
 """For the engines to load their model and get their first policy, on a busy machine."""
 
@@ -216,7 +218,7 @@ class LocalTidegate:
         await self.kubectl(
             "apply", "--server-side", "-f", "-", input="---\n".join(crd_files().values())
         )
-        await self.kubectl("wait", "crd", "--all", "--for=condition=Established", "--timeout=30s")
+        await self._kinds_served()
         tell("custom resources are defined")
         await self._start_operator_child(exits)
         await self._apply_all()
@@ -231,6 +233,20 @@ class LocalTidegate:
                 await policies.when_true(tenant, "Programmed", generation=1, limit_seconds=30)
         self.model = await self._served_model()
         tell(f"every policy is Programmed in every engine; the model is {self.model}")
+
+    async def _kinds_served(self) -> None:
+        """Wait until the API server serves the kinds.
+
+        Not by `kubectl wait`: it fails on an object that has no conditions yet.
+        """
+        try:
+            async with asyncio.timeout(DEFINED_SECONDS):
+                while not all(map(_is_established, (await self.get("crd"))["items"])):
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise NotReadyError(
+                "custom resource definitions", limit_seconds=DEFINED_SECONDS, last_seen="refused"
+            ) from None
 
     async def _start_operator_child(self, exits: AsyncExitStack) -> None:
         signing_key_file = self.work_folder / "signing-key.pem"
@@ -287,3 +303,8 @@ class LocalTidegate:
 
     def _remove_work_folder(self) -> None:
         shutil.rmtree(self.work_folder, ignore_errors=True)
+
+
+def _is_established(definition: Object) -> bool:
+    conditions = definition.get("status", {}).get("conditions") or ()
+    return any(one["type"] == "Established" and one["status"] == "True" for one in conditions)
