@@ -26,8 +26,9 @@ pytestmark = [
 
 TENANTS = ("gold", "silver", "batch")
 WATCHED_SECONDS = 120.0
-IN_FLIGHT = 14
-"""Requests that each backlogged tenant keeps open: more than both engines run at a time."""
+IN_FLIGHT = 36
+"""Requests that each backlogged tenant keeps open: so many more than both engines run at a time that
+its queue is never empty while an answer is on its way back."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -87,15 +88,12 @@ async def backlog(tidegate: LocalTidegate, *tenants: str) -> AsyncIterator[None]
     async def ask_for_ever(tenant: str) -> None:
         async with client(tidegate, tenant) as api:
             while True:
-                stream = await api.completions.create(
+                await api.completions.create(
                     model=tidegate.model,
                     prompt="The tide comes in, and then it",
-                    max_tokens=16,
-                    stream=True,
+                    max_tokens=12,
                     extra_body={"ignore_eos": True},
                 )
-                async for _ in stream:
-                    pass
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(ask_for_ever(t)) for t in tenants for _ in range(IN_FLIGHT)]
@@ -117,7 +115,10 @@ class Counted:
         engines = (await tidegate.engine_metrics()).values()
         name = "tidegate_tokens_total"
         return cls(
-            {t: sum(e.value(name, tenant=t, kind="output") for e in engines) for t in TENANTS}
+            {
+                tenant: sum(e.value(name, tenant=f"demo/{tenant}", kind="output") for e in engines)
+                for tenant in TENANTS
+            }
         )
 
     def since(self, earlier: "Counted") -> dict[str, float]:
@@ -241,11 +242,11 @@ async def test_a_client_that_hangs_up_frees_its_place(tidegate: LocalTidegate) -
 
 
 async def until_cancelled(tidegate: LocalTidegate, count: int) -> None:
-    await until_sum(tidegate, "tidegate_cancelled_total", count, tenant="gold")
+    await until_sum(tidegate, "tidegate_cancelled_total", count, tenant="demo/gold")
 
 
 async def until_running(tidegate: LocalTidegate, count: int) -> None:
-    await until_sum(tidegate, "tidegate_requests", count, tenant="gold", state="running")
+    await until_sum(tidegate, "tidegate_requests", count, tenant="demo/gold", state="running")
 
 
 async def until_sum(tidegate: LocalTidegate, name: str, expected: int, **labels: str) -> None:

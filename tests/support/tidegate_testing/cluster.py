@@ -69,7 +69,9 @@ def crds_installed(kubectl: Kubectl) -> None:
 def install_crds(kubectl: Kubectl) -> None:
     """Applies crds/ and waits until the API server serves the kinds."""
     kubectl("apply", "--server-side", "-f", str(CRDS), check=True)
-    kubectl("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRDS), check=True)
+    wait = ("wait", "--for=condition=Established", "--timeout=30s", "-f", str(CRDS))
+    # kubectl fails at once on an object that has no conditions yet.
+    eventually(lambda: kubectl(*wait).returncode == 0, "the kinds are served")
 
 
 @pytest.fixture
