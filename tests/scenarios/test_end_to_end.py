@@ -27,8 +27,8 @@ pytestmark = [
 TENANTS = ("gold", "silver", "batch")
 WATCHED_SECONDS = 120.0
 IN_FLIGHT = 36
-"""Requests that each backlogged tenant keeps open: so many more than both engines run at a time that
-its queue is never empty while an answer is on its way back."""
+"""Requests that each backlogged tenant keeps open: so many more than both engines run at a time
+that its queue is never empty while an answer is on its way back."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
