@@ -2,117 +2,39 @@
 
 from __future__ import annotations
 
-import base64
-import json
-import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import redis
 
-from tidegate_devcluster.control_plane import ControlPlane
 from tidegate_devcluster.kubectl import Kubectl
-from tidegate_devcluster.redis_server import RedisServer
 from tidegate_operator.watch_cache import key_digest
 from tidegate_policies.wire import TenantCounters, envelope_key
 from tidegate_testing.operator import (
     OperatorSetup,
+    a_key_secret,
+    a_policy,
+    a_pool,
     apply,
     read,
     running_operator,
     wait_for_conditions,
     wait_until,
 )
-from tidegate_testing.reporting_engine import ReportingEngine, reporting_engine
+from tidegate_testing.reporting_engine import ReportingEngine
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crds_installed")]
-
-POOL: dict[str, Any] = {
-    "apiVersion": "tidegate.io/v1alpha1",
-    "kind": "EnginePool",
-    "metadata": {"name": "chat"},
-    "spec": {"selector": {"matchLabels": {"app": "engine"}}},
-}
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.usefixtures("crds_installed", "operator"),
+]
 
 
-def a_policy(name: str, **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": "tidegate.io/v1alpha1",
-        "kind": "TenantPolicy",
-        "metadata": {"name": name},
-        "spec": {"poolRefs": [{"name": "chat"}], **spec},
-    }
-
-
-def a_pod(name: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": {"app": "engine"}},
-        "spec": {"containers": [{"name": "engine", "image": "engine"}]},
-    }
-
-
-def a_key_secret(name: str, **keys: str) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": {"name": name, "labels": {"tidegate.io/api-keys": "true"}},
-        "data": {key: base64.b64encode(text.encode()).decode() for key, text in keys.items()},
-    }
-
-
-def make_ready(kubectl: Kubectl, namespace: str, pod: str) -> None:
-    status = {"status": {"conditions": [{"type": "Ready", "status": "True"}]}}
-    kubectl(
-        "patch",
-        "pod",
-        pod,
-        "-n",
-        namespace,
-        "--subresource=status",
-        "-p",
-        json.dumps(status),
-        check=True,
-    )
-
-
-@pytest.fixture
-def setup(
-    control_plane: ControlPlane, redis_server: RedisServer, namespace: str, tmp_path: Path
-) -> OperatorSetup:
-    return OperatorSetup(
-        kubeconfig=control_plane.kubeconfig,
-        redis_url=redis_server.url,
-        directory=tmp_path,
-        namespaces=(namespace,),
-    )
-
-
-@pytest.fixture
-def engines(
-    setup: OperatorSetup, namespace: str, kubectl: Kubectl
-) -> Iterator[list[ReportingEngine]]:
-    apply(kubectl, namespace, POOL, a_pod("engine-0"), a_pod("engine-1"))
-    make_ready(kubectl, namespace, "engine-0")
-    make_ready(kubectl, namespace, "engine-1")
-    pool, key = f"{namespace}/chat", setup.public_key
-    with (
-        reporting_engine(setup.redis_url, pool, "engine-0", key) as zero,
-        reporting_engine(setup.redis_url, pool, "engine-1", key) as one,
-    ):
-        yield [zero, one]
-
-
-@pytest.fixture
-def operator(setup: OperatorSetup) -> Iterator[None]:
-    with running_operator(setup):
+@pytest.fixture(scope="module")
+def operator(crds_installed: None, operator_setup: OperatorSetup) -> Iterator[None]:  # noqa: ARG001
+    with running_operator(operator_setup):
         yield
 
 
-@pytest.mark.usefixtures("operator")
 def test_applied_policy_is_run_by_every_engine_and_said_so(
     kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
 ) -> None:
@@ -139,7 +61,6 @@ def test_applied_policy_is_run_by_every_engine_and_said_so(
     assert pool["status"]["selector"] == "app=engine"
 
 
-@pytest.mark.usefixtures("operator")
 def test_policy_in_conflict_leaves_the_others_in_force(
     kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
 ) -> None:
@@ -157,7 +78,7 @@ def test_policy_in_conflict_leaves_the_others_in_force(
     assert {tenant: rule.weight for tenant, rule in rules.items()} == {f"{namespace}/good": 200}
 
 
-@pytest.mark.usefixtures("operator", "engines")
+@pytest.mark.usefixtures("engines")
 def test_newest_quota_that_does_not_fit_is_refused(kubectl: Kubectl, namespace: str) -> None:
     apply(kubectl, namespace, a_policy("first", kv={"nominalPercent": 60}))
     wait_for_conditions(kubectl, "tp", "first", namespace, Ready="Ready")
@@ -170,7 +91,6 @@ def test_newest_quota_that_does_not_fit_is_refused(kubectl: Kubectl, namespace: 
     wait_for_conditions(kubectl, "tp", "first", namespace, Accepted="Accepted", Ready="Ready")
 
 
-@pytest.mark.usefixtures("operator")
 def test_references_heal_when_what_they_name_appears(
     kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
 ) -> None:
@@ -203,7 +123,6 @@ def test_references_heal_when_what_they_name_appears(
     wait_for_conditions(kubectl, "tp", "acme", namespace, ResolvedRefs="TierNotFound")
 
 
-@pytest.mark.usefixtures("operator")
 def test_key_of_two_policies_identifies_neither(
     kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
 ) -> None:
@@ -221,48 +140,6 @@ def test_key_of_two_policies_identifies_neither(
     assert engines[0].newest.tenant_by_key_digest == {}
 
 
-def test_policy_deleted_while_the_operator_is_down_is_gone_after_its_restart(
-    kubectl: Kubectl, namespace: str, setup: OperatorSetup, engines: list[ReportingEngine]
-) -> None:
-    with running_operator(setup) as operator:
-        apply(kubectl, namespace, a_policy("stays"), a_policy("goes"))
-        wait_for_conditions(kubectl, "tp", "goes", namespace, Ready="Ready")
-        before = engines[0].revision
-        operator.kill()
-    kubectl("delete", "tp", "goes", "-n", namespace, check=True)
-    with running_operator(setup):
-        wait_until(lambda: list(engines[0].newest.tenant_rules) == [f"{namespace}/stays"])
-    assert engines[0].revision > before
-
-
-def test_settled_cluster_gets_no_writes_and_a_restart_none_either(
-    kubectl: Kubectl, namespace: str, setup: OperatorSetup, engines: list[ReportingEngine]
-) -> None:
-    def versions() -> list[str]:
-        listed = json.loads(
-            kubectl("get", "tp,epool,pods", "-n", namespace, "-o", "json", check=True).stdout
-        )
-        return [item["metadata"]["resourceVersion"] for item in listed["items"]]
-
-    with running_operator(setup):
-        apply(kubectl, namespace, a_policy("one"), a_policy("two"))
-        for name in ("one", "two"):
-            wait_for_conditions(kubectl, "tp", name, namespace, Ready="Ready")
-        wait_for_conditions(kubectl, "epool", "chat", namespace, Ready="Ready")
-        wait_until(lambda: "usage" in read(kubectl, "epool", "chat", namespace)["status"])
-        settled = versions()
-    revision = engines[0].revision
-    with running_operator(setup) as operator:
-        wait_until(lambda: "all objects are listed" in operator.log.read_text())
-        # A change of something unrelated shows that the restarted operator is at work.
-        apply(kubectl, namespace, a_policy("other", poolRefs=[{"name": "elsewhere"}]))
-        wait_for_conditions(kubectl, "tp", "other", namespace, ResolvedRefs="PoolNotFound")
-        kubectl("delete", "tp", "other", "-n", namespace, check=True)
-        assert versions() == settled
-    assert engines[0].revision == revision
-
-
-@pytest.mark.usefixtures("operator")
 def test_of_a_burst_of_changes_the_last_one_is_live(
     kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
 ) -> None:
@@ -274,7 +151,6 @@ def test_of_a_burst_of_changes_the_last_one_is_live(
         assert engine.newest.tenant_rules[f"{namespace}/busy"].weight == 15
 
 
-@pytest.mark.usefixtures("operator")
 def test_engine_that_lags_is_named(
     kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
 ) -> None:
@@ -293,55 +169,40 @@ def test_engine_that_lags_is_named(
     wait_for_conditions(kubectl, "epool", "chat", namespace, Programmed="Programmed")
 
 
-@pytest.mark.usefixtures("operator")
 def test_redis_emptied_gets_the_same_revision_again(
     kubectl: Kubectl,
     namespace: str,
-    setup: OperatorSetup,
+    operator_setup: OperatorSetup,
     engines: list[ReportingEngine],
 ) -> None:
     apply(kubectl, namespace, a_policy("acme"))
     wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Programmed")
     revision = engines[0].revision
     key = envelope_key(f"{namespace}/chat")
-    with redis.Redis.from_url(setup.redis_url) as connection:
+    with redis.Redis.from_url(operator_setup.redis_url) as connection:
         connection.delete(key)
         wait_until(lambda: connection.hget(key, "revision") == str(revision).encode())
     assert engines[0].revision == revision
 
 
-def test_pool_without_engines_says_so(
-    kubectl: Kubectl, namespace: str, setup: OperatorSetup
-) -> None:
-    with running_operator(setup):
-        apply(kubectl, namespace, POOL, a_policy("acme"))
-        wait_for_conditions(kubectl, "epool", "chat", namespace, Programmed="NoEngines")
-        wait_for_conditions(
-            kubectl, "tp", "acme", namespace, Programmed="NoEngines", Ready="NoEngines"
-        )
+def test_pool_without_engines_says_so(kubectl: Kubectl, namespace: str) -> None:
+    apply(kubectl, namespace, a_pool(), a_policy("acme"))
+    wait_for_conditions(kubectl, "epool", "chat", namespace, Programmed="NoEngines")
+    wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="NoEngines", Ready="NoEngines")
 
 
 def test_usage_of_an_active_tenant_is_shown_and_goes_at_rest(
-    kubectl: Kubectl, namespace: str, setup: OperatorSetup, engines: list[ReportingEngine]
+    kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
 ) -> None:
     def usage() -> dict[str, int] | None:
         found: dict[str, int] | None = read(kubectl, "tp", "acme", namespace)["status"].get("usage")
         return found
 
     tenant = f"{namespace}/acme"
-    with running_operator(setup):
-        apply(kubectl, namespace, a_policy("acme"))
-        wait_for_conditions(kubectl, "tp", "acme", namespace, Ready="Ready")
-        engines[0].tenants = (TenantCounters(tenant=tenant, running=2, kv_used_blocks=50),)
-        wait_until(lambda: (usage() or {}).get("running") == 2)
-        assert (usage() or {})["kvPercent"] == 25
-        engines[0].tenants = ()
-        wait_until(lambda: usage() is None)
-
-
-def test_operator_ends_within_seconds_of_a_sigterm(setup: OperatorSetup) -> None:
-    with running_operator(setup) as operator:
-        wait_until(lambda: "all objects are listed" in operator.log.read_text())
-        started = time.monotonic()
-        assert operator.stop() == 0
-        assert time.monotonic() - started < 8
+    apply(kubectl, namespace, a_policy("acme"))
+    wait_for_conditions(kubectl, "tp", "acme", namespace, Ready="Ready")
+    engines[0].tenants = (TenantCounters(tenant=tenant, running=2, kv_used_blocks=50),)
+    wait_until(lambda: (usage() or {}).get("running") == 2)
+    assert (usage() or {})["kvPercent"] == 25
+    engines[0].tenants = ()
+    wait_until(lambda: usage() is None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -114,7 +115,7 @@ def conditions(manifest: Manifest) -> dict[str, tuple[str, str]]:
 
 
 def wait_until(
-    probe: Callable[[], bool], *, timeout: float = 20.0, context: Callable[[], Any] | None = None
+    probe: Callable[[], bool], *, timeout: float = 60.0, context: Callable[[], Any] | None = None
 ) -> None:
     """Ask `probe` until its answer is true."""
     latest = time.monotonic() + timeout
@@ -142,3 +143,50 @@ def apply(kubectl: Kubectl, namespace: str, *manifests: Mapping[str, Any]) -> No
     """Apply manifests with the real kubectl, as a user does."""
     listed = {"apiVersion": "v1", "kind": "List", "items": list(manifests)}
     kubectl("apply", "-n", namespace, "-f", "-", input=json.dumps(listed), check=True)
+
+
+def a_pool(name: str = "chat") -> Manifest:
+    """A pool of the pods with the label app=engine."""
+    return {
+        "apiVersion": "tidegate.io/v1alpha1",
+        "kind": "EnginePool",
+        "metadata": {"name": name},
+        "spec": {"selector": {"matchLabels": {"app": "engine"}}},
+    }
+
+
+def a_policy(name: str, **spec: object) -> Manifest:
+    """A policy of the pool `chat`."""
+    return {
+        "apiVersion": "tidegate.io/v1alpha1",
+        "kind": "TenantPolicy",
+        "metadata": {"name": name},
+        "spec": {"poolRefs": [{"name": "chat"}], **spec},
+    }
+
+
+def a_pod(name: str) -> Manifest:
+    """An engine's pod; nobody runs it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": {"app": "engine"}},
+        "spec": {"containers": [{"name": "engine", "image": "engine"}]},
+    }
+
+
+def a_key_secret(name: str, **keys: str) -> Manifest:
+    """A Secret with API keys, labelled for the operator."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": name, "labels": {"tidegate.io/api-keys": "true"}},
+        "data": {key: base64.b64encode(text.encode()).decode() for key, text in keys.items()},
+    }
+
+
+def make_ready(kubectl: Kubectl, namespace: str, pod: str) -> None:
+    """Make a pod ready, as its kubelet would."""
+    status = json.dumps({"status": {"conditions": [{"type": "Ready", "status": "True"}]}})
+    where = ["-n", namespace, "--subresource=status"]
+    kubectl("patch", "pod", pod, *where, "-p", status, check=True)

@@ -1,0 +1,118 @@
+"""What must hold while the operator or Redis is away, and after they are back."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tidegate_devcluster.assets import Assets
+from tidegate_devcluster.kubectl import Kubectl
+from tidegate_devcluster.redis_server import RedisServer
+from tidegate_testing.operator import (
+    OperatorSetup,
+    a_pod,
+    a_policy,
+    a_pool,
+    apply,
+    make_ready,
+    read,
+    running_operator,
+    wait_for_conditions,
+    wait_until,
+)
+from tidegate_testing.reporting_engine import ReportingEngine, reporting_engine
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crds_installed")]
+
+
+@pytest.fixture
+def setup(operator_setup: OperatorSetup, namespace: str) -> OperatorSetup:
+    return replace(operator_setup, namespaces=(namespace,))
+
+
+def test_policy_deleted_while_the_operator_is_down_is_gone_after_its_restart(
+    kubectl: Kubectl, namespace: str, setup: OperatorSetup, engines: list[ReportingEngine]
+) -> None:
+    with running_operator(setup) as operator:
+        apply(kubectl, namespace, a_policy("stays"), a_policy("goes"))
+        wait_for_conditions(kubectl, "tp", "goes", namespace, Ready="Ready")
+        before = engines[0].revision
+        operator.kill()
+    kubectl("delete", "tp", "goes", "-n", namespace, check=True)
+    with running_operator(setup):
+        wait_until(lambda: list(engines[0].newest.tenant_rules) == [f"{namespace}/stays"])
+    assert engines[0].revision > before
+
+
+def test_settled_cluster_gets_no_writes_and_a_restart_none_either(
+    kubectl: Kubectl, namespace: str, setup: OperatorSetup, engines: list[ReportingEngine]
+) -> None:
+    def versions() -> list[str]:
+        listed = json.loads(
+            kubectl("get", "tp,epool,pods", "-n", namespace, "-o", "json", check=True).stdout
+        )
+        return [item["metadata"]["resourceVersion"] for item in listed["items"]]
+
+    with running_operator(setup):
+        apply(kubectl, namespace, a_policy("one"), a_policy("two"))
+        for name in ("one", "two"):
+            wait_for_conditions(kubectl, "tp", name, namespace, Ready="Ready")
+        wait_for_conditions(kubectl, "epool", "chat", namespace, Ready="Ready")
+        wait_until(lambda: "usage" in read(kubectl, "epool", "chat", namespace)["status"])
+        settled = versions()
+    revision = engines[0].revision
+    with running_operator(setup) as operator:
+        wait_until(lambda: "all objects are listed" in operator.log.read_text())
+        # A change of something unrelated shows that the restarted operator is at work.
+        apply(kubectl, namespace, a_policy("other", poolRefs=[{"name": "elsewhere"}]))
+        wait_for_conditions(kubectl, "tp", "other", namespace, ResolvedRefs="PoolNotFound")
+        kubectl("delete", "tp", "other", "-n", namespace, check=True)
+        assert versions() == settled
+    assert engines[0].revision == revision
+
+
+def test_operator_ends_within_seconds_of_a_sigterm(setup: OperatorSetup) -> None:
+    with running_operator(setup) as operator:
+        wait_until(lambda: "all objects are listed" in operator.log.read_text())
+        started = time.monotonic()
+        assert operator.stop() == 0
+        assert time.monotonic() - started < 8
+
+
+def test_redis_away_blocks_no_status_and_its_return_brings_the_policy(
+    kubectl: Kubectl, namespace: str, setup: OperatorSetup, assets: Assets, tmp_path: Path
+) -> None:
+    apply(kubectl, namespace, a_pool(), a_pod("engine-0"), a_policy("acme"))
+    make_ready(kubectl, namespace, "engine-0")
+    pool = f"{namespace}/chat"
+    with RedisServer(tmp_path / "redis", assets) as own:
+        setup = replace(setup, redis_url=own.url)
+        own.stop()
+        with (
+            running_operator(setup),
+            reporting_engine(own.url, pool, "engine-0", setup.public_key) as engine,
+        ):
+            wait_for_conditions(
+                kubectl, "tp", "acme", namespace, Accepted="Accepted", Programmed="Pending"
+            )
+            wait_for_conditions(kubectl, "epool", "chat", namespace, Degraded="RedisUnreachable")
+            own.restart()
+            wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Programmed")
+            wait_for_conditions(
+                kubectl, "epool", "chat", namespace, Degraded="PolicyCurrent", Ready="Ready"
+            )
+            revision = engine.revision
+            own.stop()
+            wait_for_conditions(kubectl, "epool", "chat", namespace, Degraded="RedisUnreachable")
+            # What engines ran, they still run: the policy's status says so as before.
+            wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Programmed")
+            apply(kubectl, namespace, a_policy("acme", weight=7))
+            wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Pending")
+            own.restart()
+            wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Programmed")
+            assert engine.revision == revision + 1
+            assert engine.newest.tenant_rules[f"{namespace}/acme"].weight == 7
