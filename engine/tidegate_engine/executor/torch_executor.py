@@ -63,8 +63,6 @@ class TorchExecutor:
         )
         logits = self._model.forward(batch, self._kv_cache.pool)
         sampling = [row for row in plan.rows if row.samples]
-        if not sampling:
-            return StepResult()
         tokens = sample(logits, [row.sampling for row in sampling], [row.end for row in sampling])
         return StepResult(
             tokens={row.request_id: token for row, token in zip(sampling, tokens, strict=True)}

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from tidegate_engine.core.plan import PlanRow
 from tidegate_engine.model.batch import build_batch
 from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.llama import Llama
-from tidegate_testing.models import TINY, plan_row, tiny_model
+from tidegate_testing.models import TINY, plan_row, random_tensors, tiny_model
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -84,7 +85,43 @@ def test_only_sampling_rows_get_logits(llama: Llama) -> None:
     assert is_close(logits[0], whole(llama, TOKENS[:5]))
 
 
-def test_the_order_of_tokens_matters(llama: Llama) -> None:
-    # Without positions attention would see a bag of tokens.
-    swapped = [TOKENS[1], TOKENS[0], *TOKENS[2:]]
-    assert (whole(llama, TOKENS) - whole(llama, swapped)).abs().max() > 0.01
+def test_the_last_logits_are_those_of_a_model_written_out_plainly(llama: Llama) -> None:
+    expected = written_out(llama.config, random_tensors(llama.config), TOKENS)
+    assert is_close(whole(llama, TOKENS), expected.float())
+
+
+def written_out(config: LlamaConfig, tensors: dict[str, Tensor], tokens: list[int]) -> Tensor:
+    """Llama in doubles, a head at a time, without a cache; rotation by complex numbers."""
+    weights = {name.removesuffix(".weight"): tensor.double() for name, tensor in tensors.items()}
+    size, shared = config.head_size, config.num_heads // config.num_kv_heads
+    speeds = config.rope_theta ** (-torch.arange(0, size, 2).double() / size)
+    angles = torch.arange(len(tokens)).double()[:, None] * speeds
+    turns = torch.polar(torch.ones_like(angles), angles)
+    future = torch.ones(len(tokens), len(tokens)).triu(1).bool()
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[name]
+
+    def turned(x: Tensor) -> Tensor:
+        product = torch.complex(x[:, : size // 2], x[:, size // 2 :]) * turns
+        return torch.cat((product.real, product.imag), dim=1)
+
+    x = weights["model.embed_tokens"][tokens]
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}"
+        y = norm(x, f"{layer}.input_layernorm")
+        q, k, v = (
+            (y @ weights[f"{layer}.self_attn.{part}_proj"].T).view(len(tokens), -1, size).unbind(1)
+            for part in "qkv"
+        )
+        heads = []
+        for head in range(config.num_heads):
+            kv_head = head // shared
+            scores = turned(q[head]) @ turned(k[kv_head]).T / math.sqrt(size)
+            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v[kv_head])
+        x = x + torch.cat(heads, dim=1) @ weights[f"{layer}.self_attn.o_proj"].T
+        y = norm(x, f"{layer}.post_attention_layernorm")
+        gate, up = (y @ weights[f"{layer}.mlp.{part}_proj"].T for part in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ weights[f"{layer}.mlp.down_proj"].T
+    output = weights["model.embed_tokens" if config.has_tied_embeddings else "lm_head"]
+    return output @ norm(x[-1], "model.norm")

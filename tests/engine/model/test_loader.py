@@ -1,6 +1,7 @@
 import dataclasses
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,16 @@ def test_what_a_killed_conversion_left_is_replaced(gguf_file: Path, cache: Path)
     model = load_model(str(gguf_file), cache)
     assert len(model.weights.layers) == TINY.num_layers
     assert not part.exists()
+
+
+def test_two_engines_that_start_together_convert_once(gguf_file: Path, cache: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        models = [*pool.map(lambda _: load_model(str(gguf_file), cache), range(2))]
+    assert [len(model.weights.layers) for model in models] == [TINY.num_layers] * 2
+    # A second conversion would have taken the file away from under the first one's mapping.
+    mapped = [m for m in Path("/proc/self/maps").read_text().splitlines() if str(cache) in m]
+    assert mapped
+    assert not [mapping for mapping in mapped if mapping.endswith("(deleted)")]
 
 
 def test_weights_in_memory_are_the_cached_file(gguf_file: Path, cache: Path) -> None:

@@ -43,7 +43,7 @@ def test_temperature_sharpens_and_flattens() -> None:
 
 
 def test_a_tiny_temperature_is_greedy_not_an_overflow() -> None:
-    assert set(draws(LOGITS[0], 20, temperature=1e-300)) == {int(LOGITS[0].argmax())}
+    assert set(draws(LOGITS[0], 20, temperature=1e-320)) == {int(LOGITS[0].argmax())}
 
 
 def test_top_k_leaves_the_k_likeliest() -> None:
@@ -65,7 +65,9 @@ def test_top_p_is_a_share_of_what_top_k_leaves() -> None:
     assert set(draws(logits, 300, top_k=3, top_p=0.75)) == {1, 2}
 
 
-@pytest.mark.parametrize("params", [{"top_p": 0.5}, {"top_p": 0.9, "top_k": 3000}])
+@pytest.mark.parametrize(
+    "params", [{"top_p": 0.5}, {"top_p": 0.9, "top_k": 3000}, {"top_p": 0.2, "top_k": 3000}]
+)
 def test_cuts_wider_than_the_candidates_are_exact(params: dict[str, float]) -> None:
     flat = 0.001 * LOGITS[0]  # half of the probability takes some 2500 tokens
     order = flat.argsort(descending=True)
@@ -74,7 +76,7 @@ def test_cuts_wider_than_the_candidates_are_exact(params: dict[str, float]) -> N
     count = int((kept.cumsum(0) < params["top_p"] * kept.sum()).sum()) + 1
     places = {token: i for i, token in enumerate(order.tolist())}
     drawn = [places[token] for token in draws(flat, 1000, **params)]
-    assert 1024 < count * 0.99 < max(drawn) < count
+    assert count * 0.98 < max(drawn) < count
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:

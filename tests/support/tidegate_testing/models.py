@@ -23,7 +23,7 @@ from tidegate_engine.model.weights import assemble, from_tensors
 
 # The byte alphabet of byte-level BPE, three special tokens, and what the merges make.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-MERGES = ("h e", "l l", "he ll", "hell o", "Ġ hello")
+MERGES = ("h e", "l l", "he ll", "hell o", "Ġ hello", "4 2")
 VOCABULARY = (
     *SPECIAL_TOKENS,
     *sorted(pre_tokenizers.ByteLevel.alphabet()),
