@@ -38,6 +38,8 @@ class PolicyVerdict:
 
     Attributes:
         flaws: What is wrong with it in this pool, the gravest first.
+        missing: Its references that lead nowhere. With them, equal verdicts mean equal statuses
+            as long as engines and usage are the same.
     """
 
     policy: str
@@ -45,6 +47,7 @@ class PolicyVerdict:
     generation: int
     tier: str
     flaws: tuple[Flaw, ...] = ()
+    missing: tuple[Flaw, ...] = ()
 
     @property
     def is_in_force(self) -> bool:
@@ -73,6 +76,10 @@ class CompiledPool:
     flaws: tuple[Flaw, ...] = ()
     missing: tuple[Flaw, ...] = ()
 
+    def differing_verdicts(self, other: "CompiledPool") -> set[str]:
+        """Return the policies about which `other` says something else, or nothing."""
+        return {name for name, own in self.verdicts.items() if other.verdicts.get(name) != own}
+
 
 def compile_pool(view: ClusterView, pool: EnginePool) -> CompiledPool:
     """Compile the policy of `pool`; cost is linear in the policies that refer to it."""
@@ -87,6 +94,7 @@ def compile_pool(view: ClusterView, pool: EnginePool) -> CompiledPool:
             generation=policy.metadata.generation,
             tier=references[policy.metadata.qualified_name].tier.name,
             flaws=tuple(flaws.get(policy.metadata.qualified_name, ())),
+            missing=references[policy.metadata.qualified_name].missing,
         )
         for policy in policies
     }

@@ -44,6 +44,7 @@ from tidegate_operator.verdicts import (
 
 # The most telling reason first: a refusal needs a person, lagging engines mostly need a moment.
 _URGENCY = (Reason.ENGINE_REFUSED, Reason.PENDING, Reason.ENGINES_LAGGING, Reason.NO_ENGINES)
+_GRAVITY = {reason: rank for rank, reason in enumerate(Reason)}
 
 # The fields of an EnginePool's status that come from what engines report.
 _FROM_ENGINES = ("engines", "capacity", "laggards")
@@ -297,8 +298,7 @@ def _holds(known: Json, condition_type: str) -> bool:
 
 
 def _gravest_first(flaws: Sequence[Flaw]) -> list[Flaw]:
-    order = list(Reason)
-    return sorted(flaws, key=lambda flaw: order.index(flaw.reason))
+    return sorted(flaws, key=lambda flaw: _GRAVITY[flaw.reason])
 
 
 def _is_settled(verdicts: Sequence[Verdict]) -> bool:

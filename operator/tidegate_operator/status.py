@@ -110,20 +110,14 @@ class StatusWriter:
 
     async def run(self) -> None:
         """Write until cancelled."""
+        slots = asyncio.Semaphore(WRITERS)
         async with asyncio.TaskGroup() as group:
-            for _ in range(WRITERS):
-                group.create_task(self._write_for_ever())
-
-    async def _write_for_ever(self) -> None:
-        while True:
-            pending = await self._next()
-            uid = pending.update.uid
-            self._writing[uid] = pending.update.status
-            try:
-                await self._write(pending)
-            finally:
-                del self._writing[uid]
-                self._wake.set()
+            while True:
+                await slots.acquire()
+                pending = await self._next()
+                self._writing[pending.update.uid] = pending.update.status
+                task = group.create_task(self._write(pending))
+                task.add_done_callback(lambda _: slots.release())
 
     async def _next(self) -> _Pending:
         """Wait for a status that is due and for the budget to write it."""
@@ -132,7 +126,7 @@ class StatusWriter:
             waiting = [p for uid, p in self._pending.items() if uid not in self._writing]
             due = [pending for pending in waiting if pending.due <= loop.time()]
             if due and (pause := self._refill(loop.time())) == 0.0:
-                first = min(due, key=lambda pending: (not pending.is_urgent, pending.order))
+                first = min(due, key=_rank)
                 self._tokens -= 1.0
                 return self._pending.pop(first.update.uid)
             if not due:
@@ -174,6 +168,9 @@ class StatusWriter:
             self._metrics.status_writes.labels(kind, "ok").inc()
             self._stored[update.uid] = update.status
             self._written_since_sweep.add(update.uid)
+        finally:
+            del self._writing[update.uid]
+            self._wake.set()
 
     def _retry(self, pending: _Pending, error: Exception) -> None:
         uid = pending.update.uid
@@ -182,6 +179,11 @@ class StatusWriter:
         if uid not in self._pending:
             due = asyncio.get_running_loop().time() + pause
             self._pending[uid] = replace(pending, due=due, failures=pending.failures + 1)
+
+
+def _rank(pending: _Pending) -> tuple[bool, bool, int]:
+    """Order what is due: what will last, then what people wait for, then by age."""
+    return (not pending.update.is_settled, not pending.is_urgent, pending.order)
 
 
 def _generation(status: Json) -> int:
