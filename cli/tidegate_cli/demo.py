@@ -31,7 +31,7 @@ DEMANDS = {"gold": 0.2, "silver": 0.4, "batch": 0.4}
 than an equal share, silver and batch for much more."""
 
 ENGINES = LocalSettings(
-    kv_blocks=48, max_num_seqs=12, engine_environment={"TIDEGATE_MAX_BATCHED_TOKENS": "96"}
+    kv_blocks=48, max_num_seqs=12, engine_environment={"TIDEGATE_MAX_BATCHED_TOKENS": "48"}
 )
 """So little KV memory that long requests now and then push others out, and short steps."""
 
