@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,8 +53,16 @@ class KvCache:
         for parameter, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise KvCacheError(parameter, f"must be at least 1, got {value}")
+        num_bytes = num_blocks * cls.block_bytes(config, block_size, dtype)
+        # Zeros, since what lies behind the last token of a block is read, and masked: but garbage
+        # may be NaN, which no mask hides. NumPy's come from the system, which clears a page when
+        # it is first touched; PyTorch's CPU allocator would touch all of them now.
+        if torch.device(device).type == "cpu":
+            memory = torch.from_numpy(np.zeros(num_bytes, np.uint8))
+        else:
+            memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         shape = _block_shape(config, block_size)
-        return cls(torch.zeros(num_blocks, *shape, dtype=dtype, device=device))
+        return cls(memory.view(dtype).view(num_blocks, *shape))
 
     @staticmethod
     def block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype) -> int:

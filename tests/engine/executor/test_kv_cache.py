@@ -1,3 +1,6 @@
+import resource
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +13,17 @@ def test_a_block_is_one_piece_of_memory_over_all_layers() -> None:
     assert cache.pool.shape == (5, TINY.num_layers, 2, 4, TINY.num_kv_heads, TINY.head_size)
     assert cache.pool[3].is_contiguous()
     assert (cache.num_blocks, cache.block_size) == (5, 4)
+
+
+def test_unused_blocks_take_no_memory() -> None:
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident_bytes()
+    cache = KvCache.allocate(TINY, num_blocks=100_000, block_size=16)
+    assert cache.pool.nbytes > 400e6
+    assert resident_bytes() - before < 40e6
+    assert not cache.pool[99_999].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
