@@ -21,7 +21,7 @@ from tidegate_testing.operator import (
     wait_for_conditions,
     wait_until,
 )
-from tidegate_testing.reporting_engine import ReportingEngine
+from tidegate_testing.reporting_engine import ReportingEngine, reporting_engine
 
 pytestmark = [
     pytest.mark.cluster,
@@ -143,12 +143,11 @@ def test_key_of_two_policies_identifies_neither(
 def test_of_a_burst_of_changes_the_last_one_is_live(
     kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
 ) -> None:
-    for weight in range(1, 16):
-        apply(kubectl, namespace, a_policy("busy", weight=weight))
+    apply(kubectl, namespace, *(a_policy("busy", weight=weight) for weight in range(1, 51)))
     policy = wait_for_conditions(kubectl, "tp", "busy", namespace, Programmed="Programmed")
-    assert policy["status"]["observedGeneration"] == policy["metadata"]["generation"] == 15
+    assert policy["status"]["observedGeneration"] == policy["metadata"]["generation"] == 50
     for engine in engines:
-        assert engine.newest.tenant_rules[f"{namespace}/busy"].weight == 15
+        assert engine.newest.tenant_rules[f"{namespace}/busy"].weight == 50
 
 
 def test_engine_that_lags_is_named(
@@ -167,6 +166,24 @@ def test_engine_that_lags_is_named(
     engines[1].paused.clear()
     wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Programmed", Ready="Ready")
     wait_for_conditions(kubectl, "epool", "chat", namespace, Programmed="Programmed")
+
+
+def test_engine_that_comes_back_without_the_policy_takes_programmed_back(
+    kubectl: Kubectl,
+    namespace: str,
+    operator_setup: OperatorSetup,
+    engines: list[ReportingEngine],
+) -> None:
+    apply(kubectl, namespace, a_policy("acme"))
+    wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Programmed")
+    engines[1].stop()
+    pool, key = f"{namespace}/chat", operator_setup.public_key
+    with reporting_engine(
+        operator_setup.redis_url, pool, "engine-1", key, is_paused=True
+    ) as restarted:
+        wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="EnginesLagging")
+        restarted.paused.clear()
+        wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Programmed")
 
 
 def test_redis_emptied_gets_the_same_revision_again(

@@ -124,10 +124,12 @@ class ReportingEngine:
 
 @contextmanager
 def reporting_engine(
-    redis_url: str, pool: str, pod: str, public_key: str
+    redis_url: str, pool: str, pod: str, public_key: str, *, is_paused: bool = False
 ) -> Iterator[ReportingEngine]:
     """Run an engine for the length of the block."""
     engine = ReportingEngine(redis_url, pool, pod, public_key)
+    if is_paused:
+        engine.paused.set()
     engine.start()
     try:
         yield engine
