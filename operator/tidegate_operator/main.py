@@ -97,6 +97,8 @@ class Operator:
         for task in tasks:
             # One that ends has failed: better a restart than an operator that is half alive.
             task.add_done_callback(lambda _: stop.set())
+        # Their own tasks have to be there as well, or kopf waits 5 s for them at the end.
+        await asyncio.sleep(0)
         try:
             await kopf.operator(
                 registry=build_registry(self._on_event, partial(login, self._settings.kubeconfig)),

@@ -75,12 +75,16 @@ def test_settled_cluster_gets_no_writes_and_a_restart_none_either(
     assert engines[0].revision == revision
 
 
-def test_operator_ends_within_seconds_of_a_sigterm(setup: OperatorSetup) -> None:
+def test_operator_ends_at_once_when_told_to(
+    kubectl: Kubectl, namespace: str, setup: OperatorSetup
+) -> None:
     with running_operator(setup) as operator:
-        wait_until(lambda: "all objects are listed" in operator.log.read_text())
+        apply(kubectl, namespace, a_pool())
+        wait_for_conditions(kubectl, "epool", "chat", namespace, Programmed="NoEngines")
         started = time.monotonic()
         assert operator.stop() == 0
-        assert time.monotonic() - started < 8
+        # kopf gives tasks that it takes for its own 5 s before it cancels them.
+        assert time.monotonic() - started < 4
 
 
 def test_redis_away_blocks_no_status_and_its_return_brings_the_policy(
