@@ -83,10 +83,8 @@ class Operator:
         Raises:
             MissingKindError: The CustomResourceDefinitions are not installed.
         """
-        stop = asyncio.Event()
         await self._sweeper.first()
         _LOG.info("all objects are listed; serving %s", self._settings.namespaces or "all")
-        # kopf cancels whatever was started after it when it stops: it comes last.
         beside: Sequence[Coroutine[Any, Any, None]] = (
             self._reconciler.run(),
             self._writer.run(),
@@ -94,25 +92,25 @@ class Operator:
             self._listener.run(),
         )
         tasks = [asyncio.create_task(coroutine) for coroutine in beside]
-        for task in tasks:
-            # One that ends has failed: better a restart than an operator that is half alive.
-            task.add_done_callback(lambda _: stop.set())
-        # Their own tasks have to be there as well, or kopf waits 5 s for them at the end.
-        await asyncio.sleep(0)
-        try:
-            await kopf.operator(
+        # kopf comes last: what is started after it, it takes for its own and waits for at the end.
+        # It gets no stop flag: at a signal it would wait 5 s for its own watcher of the flag.
+        watch = asyncio.create_task(
+            kopf.operator(
                 registry=build_registry(self._on_event, partial(login, self._settings.kubeconfig)),
                 settings=build_settings(),
                 standalone=True,
                 clusterwide=not self._settings.namespaces,
                 namespaces=self._settings.namespaces,
-                stop_flag=stop,
             )
+        )
+        try:
+            # One that ends before kopf has failed: better a restart than to be half alive.
+            await asyncio.wait([watch, *tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            failed = [task for task in tasks if task.done() and not task.cancelled()]
-            for task in tasks:
+            failed = [task for task in (watch, *tasks) if task.done()]
+            for task in (watch, *tasks):
                 task.cancel()
-            await asyncio.wait(tasks)
+            await asyncio.wait([watch, *tasks])
         for task in failed:
             task.result()
 
