@@ -9,7 +9,7 @@ import pytest
 from tidegate_devcluster.control_plane import ControlPlane
 from tidegate_devcluster.kubectl import Kubectl
 from tidegate_devcluster.redis_server import RedisServer
-from tidegate_testing.operator import OperatorSetup, a_pod, a_pool, apply, make_ready
+from tidegate_testing.operator_process import OperatorSetup, a_pod, a_pool, apply, make_ready
 from tidegate_testing.reporting_engine import ReportingEngine, reporting_engine
 
 

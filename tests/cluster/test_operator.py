@@ -10,7 +10,7 @@ import redis
 from tidegate_devcluster.kubectl import Kubectl
 from tidegate_operator.watch_cache import key_digest
 from tidegate_policies.wire import TenantCounters, envelope_key
-from tidegate_testing.operator import (
+from tidegate_testing.operator_process import (
     OperatorSetup,
     a_key_secret,
     a_policy,

@@ -12,7 +12,7 @@ import pytest
 from tidegate_devcluster.assets import Assets
 from tidegate_devcluster.kubectl import Kubectl
 from tidegate_devcluster.redis_server import RedisServer
-from tidegate_testing.operator import (
+from tidegate_testing.operator_process import (
     OperatorSetup,
     a_pod,
     a_policy,

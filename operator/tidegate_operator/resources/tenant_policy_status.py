@@ -14,7 +14,7 @@ class PoolVerdict(Model):
     name: Annotated[Name, Field(description="Name of the EnginePool.")]
     namespace: Annotated[Namespace, Field(description="Namespace of the EnginePool.")]
     accepted: Annotated[
-        bool | None, Field(description="Whether the policy is in force in this pool.")
+        bool | None, Field(description="Whether this pool takes the policy as it is written.")
     ] = None
     reason: Annotated[
         str | None, Field(max_length=1024, description="Why it is, or is not, one word.")
