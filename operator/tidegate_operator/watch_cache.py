@@ -19,6 +19,7 @@ from tidegate_operator.resources import (
     ServiceLevel,
     TenantPolicy,
 )
+from tidegate_policies.problems import first_problem
 
 Raw = Mapping[str, Any]
 Value = Resource | InvalidObject | PodView | Mapping[str, str] | Mapping[str, str | None]
@@ -188,9 +189,8 @@ def _read(watched: Watched, raw: Raw) -> Value:
         # The status is the operator's own: nothing is decided by it here.
         return model.model_validate({"metadata": metadata, "spec": raw.get("spec")})
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return InvalidObject(model=model, metadata=metadata, problem=f"{where}: {first['msg']}")
+        problem = first_problem(error, whole=watched.plural)
+        return InvalidObject(model=model, metadata=metadata, problem=problem)
 
 
 def _read_pod(raw: Raw) -> PodView:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from tidegate_policies.problems import first_problem
 from tidegate_policies.snapshot import PolicySnapshot, SnapshotError, body_digest
 
 Sign = Callable[[bytes], str]
@@ -74,9 +75,9 @@ class Envelope:
         try:
             return _ADAPTER.validate_json(text)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "envelope"
-            raise EnvelopeRefusedError("Malformed", f"{where}: {first['msg']}") from error
+            raise EnvelopeRefusedError(
+                "Malformed", first_problem(error, whole="envelope")
+            ) from error
 
 
 def seal(

@@ -17,6 +17,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from tidegate_policies.problems import first_problem
+
 UNKNOWN_TENANT = "unknown"
 """Name under which all requests of undeclared tenants are scheduled and counted."""
 
@@ -164,9 +166,7 @@ class PolicySnapshot:
         try:
             return _ADAPTER.validate_json(text)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "snapshot"
-            raise SnapshotError(f"{where}: {first['msg']}") from error
+            raise SnapshotError(first_problem(error, whole="snapshot")) from error
 
     def to_json(self) -> str:
         """Write the canonical text, over which `digest` is computed."""

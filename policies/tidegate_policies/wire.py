@@ -10,6 +10,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from tidegate_policies.problems import first_problem
+
 HEARTBEAT_SECONDS = 1.0
 """How often an engine reports when nothing happens."""
 
@@ -121,9 +123,7 @@ class EngineReport:
         try:
             return _ADAPTER.validate_json(text)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "report"
-            raise ReportError(f"{where}: {first['msg']}") from error
+            raise ReportError(first_problem(error, whole="report")) from error
 
 
 _ADAPTER = TypeAdapter(EngineReport)

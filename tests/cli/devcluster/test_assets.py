@@ -19,12 +19,12 @@ def given_assets(folder: Path, cache: Path) -> Assets:
 
 def test_the_environment_names_cache_and_given_binaries(tmp_path: Path) -> None:
     settings = AssetSettings.from_environment(
-        {"XDG_CACHE_HOME": str(tmp_path), "KUBEBUILDER_ASSETS": "/opt/assets"}
+        {"XDG_CACHE_HOME": str(tmp_path), "KUBEBUILDER_ASSETS": "prebuilt/assets"}
     )
 
     assert settings.cache == tmp_path / "tidegate" / "tools"
     assert settings.modules == REPOSITORY / "tools"
-    assert settings.kubebuilder_assets == Path("/opt/assets")
+    assert settings.kubebuilder_assets == Path("prebuilt/assets")
 
 
 def test_given_binaries_are_taken_as_they_are(tmp_path: Path) -> None:
