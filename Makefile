@@ -29,7 +29,8 @@ $(UV):
 	@echo "setup: uv $(UV_VERSION)"
 	@mkdir -p $(CACHE)/uv && part=$$(mktemp -d $(CACHE)/uv/part.XXXXXX) && \
 	  trap 'rm -rf "$$part"' EXIT && \
-	  python3 -m pip install --quiet --disable-pip-version-check --target "$$part/$(UV_VERSION)" \
+	  python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+	    --target "$$part/$(UV_VERSION)" \
 	    uv==$(UV_VERSION) && \
 	  rm -rf $(CACHE)/uv/$(UV_VERSION) && mv "$$part/$(UV_VERSION)" $(CACHE)/uv/
 

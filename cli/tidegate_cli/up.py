@@ -30,7 +30,8 @@ async def directions(tidegate: LocalTidegate) -> list[str]:
     return [
         "",
         "Kubernetes (namespace " + tidegate.namespace + "):",
-        f"  export KUBECONFIG={tidegate.cluster.kubeconfig}",
+        f"  export KUBECONFIG={tidegate.cluster.kubeconfig}"
+        f" PATH={tidegate.cluster.kubectl.path.parent}:$PATH",
         f"  kubectl -n {tidegate.namespace} get tp,epool -o wide",
         f"  kubectl -n {tidegate.namespace} apply -f {tidegate.policies}/changes/gold-first.yaml",
         "",

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from subprocess import CompletedProcess
 from types import TracebackType
 from typing import Literal
 
@@ -52,6 +51,7 @@ class DevCluster:
 
     root: Path
     kubeconfig: Path
+    kubectl: Kubectl
     control_plane: ControlPlane
     kubelet: ProcessKubelet
     proxy: ServiceProxy
@@ -106,15 +106,6 @@ class DevCluster:
     def pod_kubeconfig(self, name: str, groups: Sequence[str] = ()) -> Path:
         """Writes a kubeconfig of a user that works from pods and from this machine alike."""
         return self.control_plane.user_kubeconfig(name, groups, host=self.kubelet.host_address)
-
-    def kubectl(
-        self,
-        *arguments: str,
-        input: str | None = None,  # noqa: A002 - named as in subprocess.run
-        check: bool = False,
-    ) -> CompletedProcess[str]:
-        """Runs kubectl to the end, blocking; see Kubectl."""
-        return self._kubectl(*arguments, input=input, check=check)
 
     async def _start(self, exits: AsyncExitStack) -> None:
         await asyncio.to_thread(self._prepare_tools)
@@ -191,7 +182,7 @@ class DevCluster:
             )
             exits.push(started.pop_all())
         self.kubeconfig = self.control_plane.kubeconfig
-        self._kubectl = Kubectl(
+        self.kubectl = Kubectl(
             self._assets.tool("kubectl"), self.kubeconfig, self.root / "kubectl-cache"
         )
 

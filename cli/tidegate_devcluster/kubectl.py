@@ -10,7 +10,12 @@ from tidegate_devcluster.assets import Tool
 
 
 class Kubectl:
-    """Runs kubectl against one API server as one user."""
+    """Runs kubectl against one API server as one user.
+
+    Attributes:
+        kubeconfig: Of that user.
+        path: The program.
+    """
 
     def __init__(self, tool: Tool, kubeconfig: Path, cache: Path) -> None:
         """Takes a folder for what kubectl caches about the server's kinds.
@@ -19,7 +24,8 @@ class Kubectl:
         cluster that is gone.
         """
         self.kubeconfig = kubeconfig
-        self._tool = tool
+        self.path = tool.path
+        self._environment = tool.environment
         self._cache = cache
 
     def __call__(
@@ -41,7 +47,7 @@ class Kubectl:
         """
         done = subprocess.run(
             [
-                str(self._tool.path),
+                str(self.path),
                 f"--kubeconfig={self.kubeconfig}",
                 f"--cache-dir={self._cache}",
                 *arguments,
@@ -50,7 +56,7 @@ class Kubectl:
             capture_output=True,
             text=True,
             check=False,
-            env={**os.environ, **self._tool.environment},
+            env={**os.environ, **self._environment},
         )
         if check and done.returncode != 0:
             error = subprocess.CalledProcessError(
