@@ -105,18 +105,21 @@ def run_to_end(work: Coroutine[None, None, None], *, interrupted: int = INTERRUP
         typer.Exit: The work failed or was interrupted.
     """
     try:
-        asyncio.run(_cancelled_by_sigterm(work))
-    except (KeyboardInterrupt, asyncio.CancelledError):
+        asyncio.run(_cancelled_by_signals(work))
+    except asyncio.CancelledError:
         raise typer.Exit(interrupted) from None
     except (CommandError, DevClusterError) as error:
         sys.stderr.write(f"tidegate: {error}\n")
         raise typer.Exit(FAILED) from None
 
 
-async def _cancelled_by_sigterm(work: Coroutine[None, None, None]) -> None:
+async def _cancelled_by_signals(work: Coroutine[None, None, None]) -> None:
     task = asyncio.current_task()
-    if task is not None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    # SIGINT by hand too: asyncio leaves it alone where the shell had it ignored, as for background
+    # jobs of a script.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if task is not None:
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     await work
 
 

@@ -221,6 +221,9 @@ def _remove_namespace(name: str) -> None:
     for pid in _ip("netns", "pids", name).split():
         with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
+    # By hand and first: with its namespace the kernel would remove it too, but some time later,
+    # and the name has to be free at once.
+    _ip("link", "del", name)
     _ip("netns", "del", name)
 
 
