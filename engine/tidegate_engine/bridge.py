@@ -39,7 +39,8 @@ async def engine_stats(engine: EngineLoop, *, patience_seconds: float) -> Engine
     """Count at the next step boundary; when that is too far away, return the last count."""
     try:
         async with asyncio.timeout(patience_seconds):
-            return await asyncio.wrap_future(engine.stats())
+            # Shielded: a count that nobody waits for any more still becomes `last_stats`.
+            return await asyncio.shield(asyncio.wrap_future(engine.stats()))
     except (TimeoutError, EngineStoppedError):
         return engine.last_stats
 
