@@ -18,9 +18,7 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from tidegate_engine.bridge import engine_stats
 from tidegate_engine.core.limits import EngineLimits
-from tidegate_engine.core.request import SchedulerStats
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.parts import Parts, load_parts
@@ -34,9 +32,6 @@ from tidegate_engine.tasks import cancel_all
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
-
-_HEARTBEAT_PATIENCE_SECONDS = 0.5
-"""How long a report waits for the step in flight; it must come well before it would expire."""
 
 _FLUSH_SECONDS = 3
 """How long clients may take to read the last bytes of their answers when the engine stops."""
@@ -171,10 +166,6 @@ def _control_tasks(
         state=StateFile(settings.policy_file),
     )
 
-    async def stats() -> SchedulerStats:
-        counted = await engine_stats(service.engine, patience_seconds=_HEARTBEAT_PATIENCE_SECONDS)
-        return counted.scheduler
-
     reporter = Reporter(
         pod=settings.pod_name,
         pool=settings.pool,
@@ -182,7 +173,7 @@ def _control_tasks(
         redis=redis,
         board=service.board,
         source=source,
-        stats=stats,
+        engine=service.engine,
     )
     return asyncio.create_task(source.run()), asyncio.create_task(reporter.run())
 

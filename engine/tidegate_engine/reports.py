@@ -2,14 +2,16 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from tidegate_engine.bridge import engine_stats
 from tidegate_engine.core.request import SchedulerStats, TenantStats
+from tidegate_engine.loop import EngineLoop
 from tidegate_engine.policy_board import PolicyBoard
 from tidegate_engine.policy_source import PolicySource
+from tidegate_engine.tasks import cancel_all
 from tidegate_policies.wire import (
     HEARTBEAT_SECONDS,
     REPORT_EXPIRY_SECONDS,
@@ -18,6 +20,9 @@ from tidegate_policies.wire import (
     report_key,
     reports_channel,
 )
+
+PATIENCE_SECONDS = 0.5
+"""How long a heartbeat waits for the step in flight; it must come well before it would expire."""
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +39,7 @@ class Reporter:
         redis: Redis,
         board: PolicyBoard,
         source: PolicySource,
-        stats: Callable[[], Awaitable[SchedulerStats]],
+        engine: EngineLoop,
     ) -> None:
         """Listen to what is worth a report; `run` begins.
 
@@ -45,7 +50,7 @@ class Reporter:
             redis: Its commands must time out.
             board: Tells the policy in force.
             source: Tells what was refused, and whether the engine is degraded.
-            stats: Counts, soon: a heartbeat waits for it.
+            engine: Is counted.
         """
         self._pod = pod
         self._pool = pool
@@ -53,7 +58,7 @@ class Reporter:
         self._redis = redis
         self._board = board
         self._source = source
-        self._stats = stats
+        self._engine = engine
         self._sequence = 0
         self._is_failing = False
         self._woken = asyncio.Event()
@@ -63,16 +68,25 @@ class Reporter:
     async def run(self) -> None:
         """Report now, whenever something changes, and every `HEARTBEAT_SECONDS`."""
         while True:
+            await self._count()
             self._woken.clear()
-            await self._publish(await self._report())
+            await self._publish(self._report(self._engine.last_stats.scheduler))
             try:
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
                     await self._woken.wait()
             except TimeoutError:
                 continue
 
-    async def _report(self) -> EngineReport:
-        stats = await self._stats()
+    async def _count(self) -> None:
+        """Bring the engine's last count up to date, unless something is to be reported at once."""
+        counting = asyncio.create_task(engine_stats(self._engine, patience_seconds=PATIENCE_SECONDS))
+        waking = asyncio.create_task(self._woken.wait())
+        try:
+            await asyncio.wait({counting, waking}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel_all({counting, waking})
+
+    def _report(self, stats: SchedulerStats) -> EngineReport:
         self._sequence += 1
         in_force = self._board.in_force
         return EngineReport(

@@ -10,9 +10,7 @@ from redis.asyncio import Redis
 
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_engine import reports
-from tidegate_engine.bridge import engine_stats
 from tidegate_engine.core.limits import EngineLimits
-from tidegate_engine.core.request import SchedulerStats
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.policy_source import PolicySource, ed25519_verifier
 from tidegate_engine.reports import Reporter
@@ -38,20 +36,22 @@ class ReportingEngine:
 
 @asynccontextmanager
 async def a_reporting_engine(
-    publisher: Publisher, folder: Path, *, incarnation: str = "first"
+    publisher: Publisher,
+    folder: Path,
+    *,
+    incarnation: str = "first",
+    gate: StepGate | None = None,
 ) -> AsyncIterator[ReportingEngine]:
+    gate = gate or StepGate()
     service = assemble(
         pool=publisher.pool,
         scheduler=Scheduler(num_blocks=64, block_size=16, limits=EngineLimits()),
-        executor=a_paced_executor(StepGate()),
+        executor=a_paced_executor(gate),
         model=a_served_model(),
         clock=time.monotonic,
         wall_clock=time.time,
     )
     service.engine.start()
-
-    async def stats() -> SchedulerStats:
-        return (await engine_stats(service.engine, patience_seconds=1)).scheduler
 
     async with Redis.from_url(publisher.url) as redis:
         source = PolicySource(
@@ -68,12 +68,13 @@ async def a_reporting_engine(
             redis=redis,
             board=service.board,
             source=source,
-            stats=stats,
+            engine=service.engine,
         )
         tasks = {asyncio.create_task(source.run()), asyncio.create_task(reporter.run())}
         try:
             yield ReportingEngine(service, redis)
         finally:
+            gate.open()
             await cancel_all(tasks)
             await asyncio.to_thread(service.engine.stop)
 
@@ -111,6 +112,25 @@ async def test_an_applied_policy_is_acknowledged_at_once(
         assert (report.digest, report.step, report.refused) == (envelope.digest, 1, None)
         assert report.sequence > first.sequence
         assert not report.degraded
+
+
+@pytest.mark.usefixtures("rare_heartbeats")
+async def test_an_acknowledgement_waits_for_no_step(
+    publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reports, "PATIENCE_SECONDS", 600.0)
+    gate = StepGate()
+    publisher.publish(a_snapshot(), 3)
+    async with a_reporting_engine(publisher, tmp_path, gate=gate) as engine:
+        await reported(publisher, revision=3)
+        engine.service.engine.submit(a_request(output=10_000)).result()
+        gate.shut()
+        publisher.publish(a_snapshot(a_tenant("acme"), a_tenant("zeta")), 4)
+        await until(lambda: engine.service.board.newest_revision == 4, "an offered policy")
+        gate.let_one_pass()
+        # Whoever counts now waits for the step that is held.
+        assert (await reported(publisher, revision=4)).degraded is False
+        assert gate.is_holding
 
 
 @pytest.mark.usefixtures("rare_heartbeats")

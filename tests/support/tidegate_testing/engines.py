@@ -73,6 +73,11 @@ class StepGate:
         """Let steps pass."""
         self._open.set()
 
+    def let_one_pass(self) -> None:
+        """Let the step that is held end; the next one is held again."""
+        self._open.set()
+        self._open.clear()
+
     def shut(self) -> None:
         """Hold the next step; return while it is held."""
         self._open.clear()
