@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tidegate_cli.traces import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 
 
 class EngineMetrics:

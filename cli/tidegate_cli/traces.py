@@ -14,10 +14,7 @@ from pathlib import Path
 
 from tidegate_cli.errors import TraceError
 from tidegate_cli.percentiles import percentile
-
-PROMPT_TOKEN_COST = 1
-OUTPUT_TOKEN_COST = 2
-"""Charged service of one token, as engines count it when they share between tenants."""
+from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +32,7 @@ class TraceRequest:
     output_tokens: int
 
     @property
-    def service(self) -> int:
+    def service(self) -> float:
         """Charged service, in cost units, when it runs to its end."""
         return PROMPT_TOKEN_COST * self.prompt_tokens + OUTPUT_TOKEN_COST * self.output_tokens
 
@@ -104,7 +101,7 @@ def label_clients(recorded: Sequence[TraceRequest], shares: Mapping[str, float])
     Raises:
         TraceError: The record has fewer clients than there are tenants.
     """
-    service: dict[str, int] = defaultdict(int)
+    service: dict[str, float] = defaultdict(float)
     for request in recorded:
         service[request.tenant] += request.service
     if len(service) < len(shares):
@@ -152,7 +149,7 @@ def fit_window(
         TraceError: All requests arrive at once, so there are no gaps to stretch.
     """
     window = []
-    asked = 0
+    asked = 0.0
     repeated = _repeat(requests)
     while asked < service:
         window.append(next(repeated))
