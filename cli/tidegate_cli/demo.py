@@ -295,6 +295,6 @@ async def run_demo(
         DevClusterError: The cluster didn't start.
     """
     async with LocalTidegate(ENGINES, progress=progress) as tidegate:
-        result = await Demo(tidegate, settings, console).run()
+        result = await tidegate.guarded(Demo(tidegate, settings, console).run())
         if json_file is not None:
             result.write(json_file)

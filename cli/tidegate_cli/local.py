@@ -6,16 +6,15 @@ local processes. Leaving the context stops every process and removes every file.
 
 import asyncio
 import json
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import aiohttp
 
@@ -23,6 +22,7 @@ from tidegate_cli.catalog import policies_folder
 from tidegate_cli.conditions import ResourceWatch
 from tidegate_cli.engine_metrics import EngineMetrics
 from tidegate_cli.errors import KubectlError, NotReadyError
+from tidegate_cli.guard import guarded
 from tidegate_cli.operator_child import OperatorChild
 from tidegate_cli.rollout import pods_ready
 from tidegate_cli.workload import EngineWorkload, Object, key_secret, namespace_object, new_key
@@ -31,6 +31,8 @@ from tidegate_devcluster.cluster import DevCluster
 from tidegate_devcluster.processes import Lifeline
 from tidegate_operator.crds import crd_files
 from tidegate_operator.keys import generate_signing_key, public_key_text
+
+_T = TypeVar("_T")
 
 Progress = Callable[[str], None]
 """Takes one line that says what is being done."""
@@ -94,16 +96,12 @@ class LocalTidegate:
 
     async def __aenter__(self) -> Self:
         self.work_folder = Path(tempfile.mkdtemp(prefix="tidegate-"))
-        try:
-            async with AsyncExitStack() as exits:
-                await self._start(exits)
-                self._exits = exits.pop_all()
-        except BaseException as error:
-            if isinstance(error, Exception):
-                self._tell(f"logs are kept in {self.work_folder}")
-            else:
-                self._remove_work_folder()
-            raise
+        async with AsyncExitStack() as exits:
+            self._lifeline = exits.enter_context(Lifeline())
+            self._lifeline.remove_at_end(self.work_folder)
+            exits.push(self._keep_logs_of_failure)
+            await self._start(exits)
+            self._exits = exits.pop_all()
         return self
 
     async def __aexit__(
@@ -113,11 +111,15 @@ class LocalTidegate:
         trace: TracebackType | None,
     ) -> None:
         self._tell("stopping everything")
-        await self._exits.aclose()
-        if kind is not None and issubclass(kind, Exception):
-            self._tell(f"logs are kept in {self.work_folder}")
-        else:
-            self._remove_work_folder()
+        await self._exits.__aexit__(kind, error, trace)
+
+    async def guarded(self, work: Awaitable[_T]) -> _T:
+        """Do the work, but give it up as soon as a process ends that it depends on.
+
+        Raises:
+            StartError: The operator, a process of the control plane or Redis ended unasked.
+        """
+        return await guarded(work, self._raise_if_ended)
 
     @property
     def base_url(self) -> str:
@@ -211,7 +213,10 @@ class LocalTidegate:
         engine = ("nice", "-n", "10", sys.executable, "-m", "tidegate_engine")
         self.cluster = await exits.enter_async_context(
             DevCluster(
-                root=self.work_folder / "cluster", images={ENGINE_IMAGE: engine}, progress=tell
+                root=self.work_folder / "cluster",
+                images={ENGINE_IMAGE: engine},
+                progress=tell,
+                lifeline=self._lifeline,
             )
         )
         tell("control plane, kubelet, proxy and Redis are ready")
@@ -221,6 +226,9 @@ class LocalTidegate:
         await self._kinds_served()
         tell("custom resources are defined")
         await self._start_operator_child(exits)
+        await self.guarded(self._deploy(tell))
+
+    async def _deploy(self, tell: Progress) -> None:
         await self._apply_all()
         tell("operator started; engines and policies applied")
         async with self.watch("enginepools") as pools, self.watch("tenantpolicies") as policies:
@@ -256,7 +264,7 @@ class LocalTidegate:
             redis_url=self.cluster.redis.url,
             signing_key_file=signing_key_file,
             log=self.work_folder / "operator.log",
-            lifeline=exits.enter_context(Lifeline()),
+            lifeline=self._lifeline,
         )
         # At the end nothing is worth the seconds that a graceful stop takes.
         exits.push_async_callback(self.operator.stop, kill=True)
@@ -301,8 +309,19 @@ class LocalTidegate:
             listing = await response.json()
         return str(listing["data"][0]["id"])
 
-    def _remove_work_folder(self) -> None:
-        shutil.rmtree(self.work_folder, ignore_errors=True)
+    def _raise_if_ended(self) -> None:
+        self.operator.raise_if_ended()
+        self.cluster.raise_if_ended()
+
+    def _keep_logs_of_failure(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,  # noqa: ARG002 - as of every exit
+        trace: TracebackType | None,  # noqa: ARG002
+    ) -> None:
+        if kind is not None and issubclass(kind, Exception):
+            self._lifeline.keep(self.work_folder)
+            self._tell(f"logs are kept in {self.work_folder}")
 
 
 def _is_established(definition: Object) -> bool:

@@ -43,6 +43,15 @@ class OperatorChild:
         """Process id; None while it doesn't run."""
         return self._child.pid if self._child is not None and self._child.is_running() else None
 
+    def raise_if_ended(self) -> None:
+        """Complain about an end that nobody asked for.
+
+        Raises:
+            StartError: It was started, not stopped, and has ended.
+        """
+        if self._child is not None:
+            self._child.raise_if_ended()
+
     async def start(self) -> None:
         """Start it if it doesn't run; what it does shows in the resources' conditions."""
         if self.pid is None:
@@ -58,7 +67,8 @@ class OperatorChild:
 
     async def stop(self, *, kill: bool = False) -> None:
         """Stop it, or kill it as a crash would; it has ended on return."""
-        if self._child is not None:
+        # Forgotten first: from here on its end is asked for.
+        child, self._child = self._child, None
+        if child is not None:
             grace = 0.0 if kill else _GRACE_SECONDS
-            await asyncio.to_thread(self._child.stop, grace_seconds=grace)
-            self._child = None
+            await asyncio.to_thread(child.stop, grace_seconds=grace)

@@ -15,13 +15,13 @@ async def stay_up(
 
     Raises:
         CommandError: Something didn't start.
-        DevClusterError: The cluster didn't start.
+        DevClusterError: The cluster didn't start, or a process ended by itself.
     """
     async with LocalTidegate(local, progress=progress) as tidegate:
         for line in await directions(tidegate):
             # As it is: a line that wraps can't be copied.
             console.print(line, highlight=False, soft_wrap=True, markup=False)
-        await asyncio.get_running_loop().create_future()
+        await tidegate.guarded(asyncio.get_running_loop().create_future())
 
 
 async def directions(tidegate: LocalTidegate) -> list[str]:

@@ -67,6 +67,7 @@ class DevCluster:
         network: NetworkChoice = "auto",
         allocatable: Allocatable | None = None,
         redis_users: Sequence[str] = (),
+        lifeline: Lifeline | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -79,6 +80,7 @@ class DevCluster:
                 loopback.
             allocatable: What the scheduler may give away on the node.
             redis_users: ACL rules, see RedisServer.
+            lifeline: Removes all when this process is killed; one of its own without.
         """
         self._images = images
         self._given_root = root
@@ -87,6 +89,7 @@ class DevCluster:
         self._network_choice = network
         self._allocatable = allocatable
         self._redis_users = redis_users
+        self._given_lifeline = lifeline
         self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> DevCluster:
@@ -107,12 +110,21 @@ class DevCluster:
         """Writes a kubeconfig of a user that works from pods and from this machine alike."""
         return self.control_plane.user_kubeconfig(name, groups, host=self.kubelet.host_address)
 
+    def raise_if_ended(self) -> None:
+        """Complains about an end that nobody asked for.
+
+        Raises:
+            StartError: A process of the control plane or Redis has ended.
+        """
+        for child in (*self.control_plane.children, self.redis.child):
+            child.raise_if_ended()
+
     async def _start(self, exits: AsyncExitStack) -> None:
         await asyncio.to_thread(self._prepare_tools)
         self.root = self._given_root or Path(
             exits.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-devcluster-"))
         )
-        lifeline = exits.enter_context(Lifeline())
+        lifeline = self._given_lifeline or exits.enter_context(Lifeline())
         if self._given_root is None:
             lifeline.remove_at_end(self.root)
         network = self._open_network(lifeline)

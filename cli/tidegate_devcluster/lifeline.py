@@ -1,8 +1,8 @@
 """Runs beside a development cluster and removes what it leaves when its process is killed.
 
 A program of its own, standard library alone, started with the owner's end of a pipe as standard
-input. Each line is a JSON list: ["group", PGID], ["forget", PGID], ["tree", PATH] or
-["command", ARGV]. When the pipe closes or the owner is gone, it kills the process groups still
+input. Each line is a JSON list: ["group", PGID], ["forget", PGID], ["tree", PATH], ["keep", PATH]
+or ["command", ARGV]. When the pipe closes or the owner is gone, it kills the process groups still
 known, runs the commands and removes the trees, then ends. PR_SET_PDEATHSIG would be shorter, but
 is tied to the thread that started the child, spares grandchildren and cleans up no network.
 """
@@ -40,6 +40,8 @@ class Leftovers:
             self.commands.append(list(what))
         elif kind == "tree":
             self.trees.append(str(what))
+        elif kind == "keep":
+            self.trees.remove(str(what))
 
     def remove(self) -> None:
         """Kills the newest group first, so that nothing restarts what it depends on."""

@@ -72,6 +72,10 @@ class Lifeline:
         """The folder is removed when this process has died or the context is left."""
         self._send("tree", str(tree))
 
+    def keep(self, tree: Path) -> None:
+        """The folder is not removed after all."""
+        self._send("keep", str(tree))
+
     def _send(self, kind: str, what: int | str | list[str]) -> None:
         if self._process is None or self._process.stdin is None:
             raise RuntimeError("the lifeline is not open")
@@ -122,6 +126,15 @@ class Child:
         """Whether it has not ended."""
         return self._process.poll() is None
 
+    def raise_if_ended(self) -> None:
+        """Complains about an end that nobody asked for.
+
+        Raises:
+            StartError: It has ended.
+        """
+        if not self.is_running():
+            raise self._start_error(f"ended with status {self._process.returncode}")
+
     def wait_until(self, is_ready: Callable[[], bool], *, timeout_seconds: float) -> None:
         """Waits for the condition.
 
@@ -130,8 +143,7 @@ class Child:
         """
         deadline = time.monotonic() + timeout_seconds
         while not is_ready():
-            if not self.is_running():
-                raise self._start_error(f"ended with status {self._process.returncode}")
+            self.raise_if_ended()
             if time.monotonic() > deadline:
                 raise self._start_error(f"is not ready after {timeout_seconds:g} s")
             time.sleep(POLL_SECONDS)

@@ -68,7 +68,8 @@ class PolicyWriter:
     @asynccontextmanager
     async def connected(cls, kubeconfig: Path, namespace: str) -> AsyncIterator["PolicyWriter"]:
         """Open connections for the length of the block."""
-        configuration = client.Configuration()
+        # Never by a proxy of the environment: the address is this machine's.
+        configuration = client.Configuration(client_session_kwargs={"trust_env": False})
         await load_kube_config(  # type: ignore[no-untyped-call]
             str(kubeconfig), client_configuration=configuration
         )
@@ -287,7 +288,7 @@ async def run_propagation(
         bench = PropagationBench(
             tidegate, settings, writer=writer, watch=watch, others=(pools,), progress=progress
         )
-        result = await bench.run()
+        result = await tidegate.guarded(bench.run())
         console.print(report.figures_table("bench propagation", result.results))
         kubectl = percentile(result.series["kubectl_apply_and_wait_ms"], 50) or 0.0
         console.print(

@@ -91,6 +91,14 @@ def test_leaving_the_lifeline_ends_what_was_not_stopped(tmp_path: Path) -> None:
     assert not tree.exists()
 
 
+def test_a_folder_that_is_to_be_kept_outlives_the_lifeline(tmp_path: Path) -> None:
+    with Lifeline() as lifeline:
+        lifeline.remove_at_end(tmp_path)
+        lifeline.keep(tmp_path)
+
+    assert tmp_path.exists()
+
+
 def test_children_and_grandchildren_die_when_their_owner_is_killed(tmp_path: Path) -> None:
     owner_program = (
         "import sys, time; from pathlib import Path\n"
