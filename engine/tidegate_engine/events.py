@@ -57,7 +57,7 @@ class StepReport:
         step_seconds: Spent executing.
         scheduler_seconds: Spent planning and committing.
         batch_size: Rows in the forward pass.
-        decode_tokens: Rows that computed one token and sampled from it.
+        decode_tokens: Rows that computed a newest output token alone.
         admitted: Requests that joined the batch.
         failed: Requests that were dropped because the step did not complete.
         failure: Why; empty when it completed.

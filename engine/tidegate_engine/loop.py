@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from tidegate_engine.core.plan import PlanRow, StepPlan, StepResult
+from tidegate_engine.core.plan import StepPlan, StepResult
 from tidegate_engine.core.request import (
     FinishReason,
     Rejection,
@@ -217,9 +217,13 @@ class EngineLoop:
     def _commit(
         self, plan: StepPlan, result: StepResult, ended: tuple[TokenOutput, ...], times: "_Times"
     ) -> None:
+        # Cancels are carried out between steps: who isn't live now wasn't when this was planned.
+        self._tokens_after_cancel += sum(
+            len(row.token_ids) for row in plan.rows if row.request_id not in self._live
+        )
         outputs = self._scheduler.commit_step(plan, result, times.executed)
         committed = self._clock()
-        decodes = sum(1 for row in plan.rows if _is_decode(row))
+        decodes = sum(1 for row in plan.rows if row.is_decode)
         self._tell(
             StepReport(
                 step=plan.step,
@@ -257,8 +261,6 @@ class EngineLoop:
 
     def _tell(self, report: StepReport) -> None:
         for output in report.outputs:
-            if output.request_id not in self._live and output.token is not None:
-                self._tokens_after_cancel += 1
             if output.finish_reason is not None:
                 self._live.pop(output.request_id, None)
         self._listener.step_done(report)
@@ -331,13 +333,13 @@ class EngineLoop:
         self._scheduler.apply_policy(snapshot, revision)
 
     def _count(self) -> EngineStats:
+        stats = self._scheduler.stats()
+        # Tenants come and go: those that the scheduler has forgotten are forgotten here, too.
+        for key in [key for key in self._cancelled if key.tenant not in stats.tenants]:
+            del self._cancelled[key]
         self._last_stats = EngineStats(
-            scheduler=self._scheduler.stats(),
+            scheduler=stats,
             cancelled=dict(self._cancelled),
             tokens_after_cancel=self._tokens_after_cancel,
         )
         return self._last_stats
-
-
-def _is_decode(row: PlanRow) -> bool:
-    return row.samples and len(row.token_ids) == 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import StepPlan, StepResult
 from tidegate_engine.core.request import FinishReason, RejectionCode
 from tidegate_engine.core.scheduler import Scheduler
@@ -60,6 +61,18 @@ class BreakingExecutor:
         if any(row.request_id == self._request_id for row in plan.rows):
             raise self._error
         return self._inner.execute(plan)
+
+
+class ForgetfulScheduler(Scheduler):
+    """Says that it has cancelled a request, and leaves it in the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=4096, block_size=16, limits=EngineLimits())
+        self.apply_policy(a_snapshot(), 1)
+        self.plan_step(0.0)
+
+    def cancel(self, request_id: str, now: float) -> bool:  # noqa: ARG002
+        return True
 
 
 @contextmanager
@@ -117,6 +130,33 @@ def test_no_step_planned_after_a_cancel_contains_the_request() -> None:
         assert stats.scheduler.running == stats.scheduler.kv_used_blocks == 0
         assert len(recorder.reports) == steps
         assert stats.tokens_after_cancel == 0
+
+
+def test_tokens_computed_in_spite_of_a_cancel_are_counted() -> None:
+    gate = StepGate()
+    with a_loop(gate, scheduler=ForgetfulScheduler()) as (loop, recorder):
+        loop.submit(a_request(output=10_000, request_id="long"))
+        wait_for_step(recorder)
+        gate.shut()
+        cancelled = loop.cancel("long", CancelCause.DELETE)
+        # The step that is held was planned before the cancel; only the next one is at fault.
+        gate.let_one_pass()
+        assert cancelled.result()
+        gate.shut()
+        counted = loop.stats()
+        gate.open()
+        assert counted.result().tokens_after_cancel == 1
+
+
+def test_cancels_of_a_tenant_that_is_gone_are_forgotten() -> None:
+    with a_loop() as (loop, recorder):
+        loop.submit(a_request("acme", output=10_000, request_id="long"))
+        wait_for_step(recorder)
+        loop.cancel("long", CancelCause.DELETE).result()
+        assert sum(loop.stats().result().cancelled.values()) == 1
+        loop.apply_policy(a_snapshot(a_tenant("zeta")), 7)
+        eventually(lambda: recorder.policies, "a policy in force")
+        assert loop.stats().result().cancelled == {}
 
 
 def test_cancels_are_counted_once_by_cause_and_state() -> None:
@@ -232,3 +272,11 @@ def test_a_step_is_measured() -> None:
     assert 0 < prefill.scheduler_seconds < prefill.committed_at - prefill.planned_at
     assert len(prefill.admitted) == 1
     assert decode.admitted == ()
+
+
+def test_a_prompt_of_one_token_is_no_decode() -> None:
+    with a_loop() as (loop, recorder):
+        loop.submit(a_request(prompt=1, output=1))
+        eventually(recorder.finished, "the end")
+    [prefill] = recorder.reports
+    assert (prefill.prefill_tokens, prefill.decode_tokens) == (1, 0)

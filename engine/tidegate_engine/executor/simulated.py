@@ -31,8 +31,8 @@ class StepCost:
 
     def of(self, plan: StepPlan) -> float:
         """Return the seconds that `plan` takes."""
-        prefill = sum(len(row.token_ids) for row in plan.rows if len(row.token_ids) > 1)
-        decodes = sum(1 for row in plan.rows if len(row.token_ids) == 1)
+        prefill = sum(len(row.token_ids) for row in plan.rows if not row.is_decode)
+        decodes = sum(1 for row in plan.rows if row.is_decode)
         return (
             self.step_seconds + self.prefill_token_seconds * prefill + self.decode_seconds * decodes
         )

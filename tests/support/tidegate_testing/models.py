@@ -146,6 +146,7 @@ def plan_row(
     request_id: str = "r",
     start: int = 0,
     samples: bool = True,
+    is_decode: bool = False,
     sampling: SamplingParams | None = None,
 ) -> PlanRow:
     """A row of a step, greedy unless told otherwise."""
@@ -155,6 +156,7 @@ def plan_row(
         token_ids=token_ids,
         block_ids=block_ids,
         samples=samples,
+        is_decode=is_decode,
         sampling=sampling or SamplingParams(temperature=0.0),
     )
 
