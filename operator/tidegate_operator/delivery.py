@@ -21,8 +21,10 @@ MAX_ATTEMPTS = 5
 
 # KEYS: the pool's hash. ARGV: revision, digest, pool uid, envelope, wake channel.
 # Refuses to go back, and to give one revision two meanings: returns 0 then, 1 when stored.
+# What isn't made of digits alone is no revision here either.
 _STORE = """
-local current = tonumber(redis.call('HGET', KEYS[1], 'revision') or '0') or 0
+local found = redis.call('HGET', KEYS[1], 'revision') or ''
+local current = string.match(found, '^%d+$') and tonumber(found) or 0
 local revision = tonumber(ARGV[1])
 if current > revision then return 0 end
 if current == revision and redis.call('HGET', KEYS[1], 'digest') ~= ARGV[2] then return 0 end
@@ -92,10 +94,10 @@ class Delivery:
         names = ["revision", "digest", "pool_uid"]
         fields = self._redis.hmget(envelope_key(pool), names)
         revision, digest, uid = await cast("Awaitable[list[bytes | None]]", fields)
-        if revision is None or digest is None or not revision.isdigit():
+        if revision is None or not revision.isdigit():
             return None
         return Stored(
-            revision=int(revision), digest=digest.decode(), pool_uid=(uid or b"").decode()
+            revision=int(revision), digest=(digest or b"").decode(), pool_uid=(uid or b"").decode()
         )
 
     async def _own_stored(self, pool: str) -> Stored | None:

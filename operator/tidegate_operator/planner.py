@@ -55,16 +55,20 @@ class PoolState:
     """One pool: what its policy is, what was published of it, and what its engines do.
 
     Attributes:
-        published: The newest revision; None until Redis has one.
+        is_redis_reachable: Also False where Redis takes no policy of this pool.
         activity: Of the last sampling window; None until the first one is over.
     """
 
     pool: EnginePool
     compiled: CompiledPool
     engines: Engines
-    published: Published | None = None
     is_redis_reachable: bool = True
     activity: PoolActivity | None = None
+
+    @property
+    def published(self) -> Published | None:
+        """The newest revision; None until Redis has one."""
+        return self.engines.published
 
     @property
     def is_published(self) -> bool:

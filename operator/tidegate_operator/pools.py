@@ -16,6 +16,7 @@ class PoolRecord:
 
     Attributes:
         published: The newest revision known to be in Redis, or that was when it was last seen.
+        is_refused: Redis can be reached, but doesn't take this pool's policy.
         changed_at: Loop time of the first change that not every ready engine runs yet.
         behind: Policies in force that not every ready engine was seen to run.
         held_revision: The newest revision that a policy which is not behind counts on.
@@ -25,6 +26,7 @@ class PoolRecord:
     published: Published | None = None
     activity: PoolActivity | None = None
     meter: UsageMeter = field(default_factory=UsageMeter)
+    is_refused: bool = False
     changed_at: float | None = None
     behind: set[str] = field(default_factory=set)
     held_revision: int = 0
@@ -56,8 +58,11 @@ class Pools:
         return PoolState(
             pool=pool,
             compiled=record.compiled,
-            engines=Engines(pods=self.view.pods_of(pool), reports=self._book.reports(key)),
-            published=record.published,
-            is_redis_reachable=self.is_listening and self.is_storing,
+            engines=Engines(
+                pods=self.view.pods_of(pool),
+                reports=self._book.reports(key),
+                published=record.published,
+            ),
+            is_redis_reachable=self.is_listening and self.is_storing and not record.is_refused,
             activity=record.activity,
         )

@@ -10,6 +10,11 @@ from tidegate_policies.wire import EngineReport
 MAX_NAMED = 10
 """Most pods that a status names."""
 
+_NO_REDIS = (
+    "the operator can't reach Redis, or Redis doesn't take the policy;"
+    " engines keep the one that they have"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
@@ -23,6 +28,12 @@ class Published:
     digest: str
     time: str
 
+    def is_contradicted_by(self, report: EngineReport) -> bool:
+        """Tell whether an engine runs what can't follow from this: it would refuse it for ever."""
+        if report.revision == self.revision:
+            return report.digest != self.digest
+        return report.revision > self.revision
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engines:
@@ -31,10 +42,12 @@ class Engines:
     Attributes:
         pods: All pods of the pool, by name.
         reports: The fresh reports by pod; a pod without one is silent.
+        published: The newest revision; an engine that contradicts it runs none of its policies.
     """
 
     pods: tuple[PodView, ...] = ()
     reports: Mapping[str, EngineReport]
+    published: Published | None = None
 
     @property
     def ready(self) -> tuple[str, ...]:
@@ -48,15 +61,15 @@ class Engines:
 
     def programmed(self, revision: int) -> tuple[str, ...]:
         """Return the ready pods that run `revision` or a later one."""
-        return tuple(name for name in self.ready if self._revision(name) >= revision)
+        return tuple(name for name in self.ready if self._runs(name, revision))
 
     def lagging(self, revision: int) -> tuple[str, ...]:
-        """Return the ready pods that are silent or run an older revision than `revision`."""
-        return tuple(name for name in self.ready if self._revision(name) < revision)
+        """Return the ready pods that are silent or run no revision from `revision` on."""
+        return tuple(name for name in self.ready if not self._runs(name, revision))
 
-    def silent(self) -> frozenset[str]:
-        """Return the ready pods without a fresh report."""
-        return frozenset(name for name in self.ready if name not in self.reports)
+    def heard_lagging(self, revision: int) -> tuple[str, ...]:
+        """Return the lagging pods that are not silent."""
+        return tuple(name for name in self.lagging(revision) if name in self.reports)
 
     def refusals(self, revision: int) -> tuple[str, ...]:
         """Return, in words, why lagging pods refused `revision` or a later one."""
@@ -71,9 +84,11 @@ class Engines:
                 )
         return tuple(found)
 
-    def _revision(self, pod: str) -> int:
+    def _runs(self, pod: str, revision: int) -> bool:
         report = self.reports.get(pod)
-        return report.revision if report is not None else -1
+        if report is None or report.revision < revision:
+            return False
+        return self.published is None or not self.published.is_contradicted_by(report)
 
 
 def programmed(pool: str, engines: Engines, revision: int, *, was_programmed: bool) -> Verdict:
@@ -89,10 +104,7 @@ def programmed(pool: str, engines: Engines, revision: int, *, was_programmed: bo
     """
     if refusals := engines.refusals(revision):
         return _not_programmed(Reason.ENGINE_REFUSED, f"pool {pool!r}: {_some(refusals)}")
-    lagging = engines.lagging(revision)
-    if was_programmed:
-        silent = engines.silent()
-        lagging = tuple(name for name in lagging if name not in silent)
+    lagging = engines.heard_lagging(revision) if was_programmed else engines.lagging(revision)
     if lagging:
         message = f"pool {pool!r}: revision {revision} is not yet run by {_some(lagging)}"
         return _not_programmed(Reason.ENGINES_LAGGING, message)
@@ -112,7 +124,7 @@ def degraded(engines: Engines, revision: int, *, is_redis_reachable: bool) -> Ve
     """Judge whether engines run on a last known good policy."""
     reason, problems = Reason.REDIS_UNREACHABLE, list[str]()
     if not is_redis_reachable:
-        problems.append("the operator can't reach Redis; engines keep the policy that they have")
+        problems.append(_NO_REDIS)
     cut_off = [
         name
         for name in engines.ready

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from tidegate_operator.delivery import ContestedRevisionError, Delivery
 from tidegate_operator.metrics import Metrics
@@ -59,12 +59,12 @@ class Publisher:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._waiting and await self._publish_one(next(iter(self._waiting))):
+            if await self._publish_waiting():
                 failures = 0
-            if self._waiting:
-                await self._pause(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
-                failures += 1
-                self._wake.set()
+                continue
+            await self._pause(RETRY_SECONDS[min(failures, len(RETRY_SECONDS) - 1)])
+            failures += 1
+            self._wake.set()
 
     async def watch_store(self) -> None:
         """Notice until cancelled that Redis was emptied or replaced, which breaks no connection."""
@@ -73,11 +73,13 @@ class Publisher:
             for key, record in list(self._pools.records.items()):
                 try:
                     stored = await self._delivery.stored(key)
+                except ResponseError:
+                    stored = None
                 except (RedisError, OSError):
                     break
                 found = (stored.revision, stored.digest) if stored else None
                 published = record.published
-                if published and found != (published.revision, published.digest):
+                if published is None or found != (published.revision, published.digest):
                     self.publish([key])
 
     def recorded(self, key: str) -> Published | None:
@@ -100,27 +102,38 @@ class Publisher:
         except TimeoutError:
             return
 
-    async def _publish_one(self, key: str) -> bool:
-        """Publish one policy; False when it has to be tried again later."""
-        record = self._pools.records.get(key)
-        if record is None:
-            self._waiting.pop(key, None)
-            return True
-        compiled = record.compiled
-        try:
-            published, is_new = await self._delivery.publish(compiled, self._seen(key))
-        except (RedisError, OSError, ContestedRevisionError) as error:
-            if self._pools.is_storing:
-                _LOG.warning("pool %s: the policy could not be stored: %s", key, error)
-            self._set_storing(is_storing=False)
-            return False
+    async def _publish_waiting(self) -> bool:
+        """Try each waiting pool once; tell whether all of them are published.
+
+        One pool that Redis refuses stands in nobody's way; without a connection none is tried.
+        """
+        waiting, self._waiting = self._waiting, {}
+        failed = []
+        for key in list(waiting):
+            del waiting[key]
+            try:
+                await self._publish_one(key)
+            except (ResponseError, ContestedRevisionError) as error:
+                failed.append(key)
+                self._note_refused(key, error)
+            except (RedisError, OSError) as error:
+                failed.append(key)
+                self._note_unreachable(error)
+                break
+        self._waiting = {**waiting, **self._waiting, **dict.fromkeys(failed)}
+        return not failed
+
+    async def _publish_one(self, key: str) -> None:
+        if (record := self._pools.records.get(key)) is not None:
+            await self._store(key, record)
+
+    async def _store(self, key: str, record: PoolRecord) -> None:
+        published, is_new = await self._delivery.publish(record.compiled, self._seen(key))
         self._set_storing(is_storing=True)
-        if record.compiled is compiled:
-            self._waiting.pop(key, None)
+        self._set_refused(key, record, is_refused=False)
         if is_new:
             self._metrics.published.inc()
         self._adopt(key, record, published)
-        return True
 
     def _adopt(self, key: str, record: PoolRecord, published: Published) -> None:
         recorded = self.recorded(key)
@@ -139,6 +152,24 @@ class Publisher:
         if recorded is not None:
             seen["status"] = (recorded.revision, recorded.digest)
         return seen
+
+    def _note_refused(self, key: str, error: Exception) -> None:
+        self._set_storing(is_storing=True)
+        record = self._pools.records.get(key)
+        if record is not None:
+            if not record.is_refused:
+                _LOG.warning("pool %s: the policy is not stored: %s", key, error)
+            self._set_refused(key, record, is_refused=True)
+
+    def _set_refused(self, key: str, record: PoolRecord, *, is_refused: bool) -> None:
+        if is_refused is not record.is_refused:
+            record.is_refused = is_refused
+            self._reporter.report(key)
+
+    def _note_unreachable(self, error: Exception) -> None:
+        if self._pools.is_storing:
+            _LOG.warning("policies can't be stored: %s", error)
+        self._set_storing(is_storing=False)
 
     def _set_storing(self, *, is_storing: bool) -> None:
         if is_storing is not self._pools.is_storing:

@@ -71,9 +71,17 @@ class Reconciler:
         self._changed.set()
 
     def take_report(self, report: EngineReport) -> None:
-        """Take in what an engine reports."""
+        """Take in what an engine reports.
+
+        An engine may know of a revision that was forgotten everywhere else; until a newer one is
+        published, it refuses everything.
+        """
         if self._book.accept(report, now=asyncio.get_running_loop().time()):
             self._reporter.report(report.pool)
+        record = self._pools.records.get(report.pool)
+        published = record.published if record is not None else None
+        if published is not None and published.is_contradicted_by(report):
+            self._publisher.publish([report.pool])
 
     def set_listening(self, is_listening: bool) -> None:  # noqa: FBT001
         """Take in whether Redis can be reached."""

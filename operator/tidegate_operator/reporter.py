@@ -183,8 +183,4 @@ class Reporter:
 
 def _has_regressed(state: PoolState, record: PoolRecord) -> bool:
     """Tell whether a ready engine runs less than a policy that counts as programmed needs."""
-    reports = state.engines.reports
-    return any(
-        name in reports and reports[name].revision < record.held_revision
-        for name in state.engines.ready
-    )
+    return bool(state.engines.heard_lagging(record.held_revision))

@@ -120,7 +120,15 @@ async def test_policy_signed_with_another_key_is_signed_anew(
     assert published.revision == 2
 
 
-@pytest.mark.parametrize("junk", [{"revision": "many"}, {"revision": "3", "digest": "d"}])
+@pytest.mark.parametrize(
+    "junk",
+    [
+        {"revision": "many"},
+        {"revision": "1e3"},
+        {"revision": "3", "digest": "d"},
+        {"revision": "3"},
+    ],
+)
 async def test_junk_in_redis_is_replaced(redis: Redis, sign: Sign, junk: dict[str, str]) -> None:
     for field, value in junk.items():
         await redis.hset(envelope_key(POOL), field, value)

@@ -202,6 +202,32 @@ def test_redis_emptied_gets_the_same_revision_again(
     assert engines[0].revision == revision
 
 
+def test_pool_that_redis_refuses_stands_in_no_other_pools_way(
+    kubectl: Kubectl,
+    namespace: str,
+    operator_setup: OperatorSetup,
+    engines: list[ReportingEngine],
+) -> None:
+    key = envelope_key(f"{namespace}/blocked")
+    with redis.Redis.from_url(operator_setup.redis_url) as connection:
+        connection.set(key, "not a hash")
+        apply(kubectl, namespace, a_pool("blocked"))
+        wait_for_conditions(
+            kubectl,
+            "epool",
+            "blocked",
+            namespace,
+            Programmed="Pending",
+            Degraded="RedisUnreachable",
+        )
+        apply(kubectl, namespace, a_policy("acme", weight=3))
+        wait_for_conditions(kubectl, "tp", "acme", namespace, Ready="Ready")
+        assert engines[0].newest.tenant_rules[f"{namespace}/acme"].weight == 3
+        wait_for_conditions(kubectl, "epool", "chat", namespace, Degraded="PolicyCurrent")
+        connection.delete(key)
+        wait_for_conditions(kubectl, "epool", "blocked", namespace, Degraded="PolicyCurrent")
+
+
 def test_pool_without_engines_says_so(kubectl: Kubectl, namespace: str) -> None:
     apply(kubectl, namespace, a_pool(), a_policy("acme"))
     wait_for_conditions(kubectl, "epool", "chat", namespace, Programmed="NoEngines")

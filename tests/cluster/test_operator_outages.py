@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import redis
 
 from tidegate_devcluster.assets import Assets
 from tidegate_devcluster.kubectl import Kubectl
 from tidegate_devcluster.redis_server import RedisServer
+from tidegate_policies.wire import envelope_key, report_key
 from tidegate_testing.operator_process import (
     OperatorSetup,
     a_pod,
@@ -46,6 +48,32 @@ def test_policy_deleted_while_the_operator_is_down_is_gone_after_its_restart(
     with running_operator(setup):
         wait_until(lambda: list(engines[0].newest.tenant_rules) == [f"{namespace}/stays"])
     assert engines[0].revision > before
+
+
+def test_engine_that_knows_a_revision_that_everybody_else_forgot_takes_policies_again(
+    kubectl: Kubectl, namespace: str, setup: OperatorSetup, engines: list[ReportingEngine]
+) -> None:
+    cut_off, pool = engines[1], f"{namespace}/chat"
+    with running_operator(setup):
+        for weight in (2, 3, 4):
+            apply(kubectl, namespace, a_policy("acme", weight=weight))
+            wait_for_conditions(kubectl, "tp", "acme", namespace, Ready="Ready")
+    for engine in engines:
+        engine.cut_off.set()
+    engines[0].stop()
+    kubectl("delete", "epool", "chat", "-n", namespace, check=True)
+    with redis.Redis.from_url(setup.redis_url) as connection:
+        connection.delete(envelope_key(pool), *(report_key(pool, e.pod) for e in engines))
+    apply(kubectl, namespace, a_pool(), a_policy("acme", weight=5))
+    key = setup.public_key
+    with running_operator(setup), reporting_engine(setup.redis_url, pool, "engine-0", key) as fresh:
+        wait_until(lambda: fresh.revision == 1)
+        assert cut_off.revision > 1
+        cut_off.cut_off.clear()
+        wait_for_conditions(kubectl, "epool", "chat", namespace, Ready="Ready")
+        wait_until(lambda: cut_off.newest.tenant_rules[f"{namespace}/acme"].weight == 5)
+        wait_for_conditions(kubectl, "tp", "acme", namespace, Programmed="Programmed")
+        assert fresh.revision == cut_off.revision
 
 
 def test_settled_cluster_gets_no_writes_and_a_restart_none_either(

@@ -35,24 +35,32 @@ LATER = NOW + timedelta(hours=1)
 def a_state(
     view: ClusterView, key: str = "team/chat", *, revision: int = 0, **runs: int
 ) -> PoolState:
-    """Build a pool whose pods run the given revisions; a published revision holds it all."""
+    """Build a pool whose pods run the given revisions; a published revision holds it all.
+
+    Pods at the published revision run the published policy.
+    """
     pool = view.pools[key]
     compiled = compile_pool(view, pool)
+    digest = compiled.snapshot.digest
     reports = {
         pod: EngineReport(
-            pool=key, pod=pod, incarnation="i", sequence=1, revision=run, kv_blocks=100
+            pool=key,
+            pod=pod,
+            incarnation="i",
+            sequence=1,
+            revision=run,
+            digest=digest if run == revision else "",
+            kv_blocks=100,
         )
         for pod, run in runs.items()
     }
-    digest = compiled.snapshot.digest
-    return PoolState(
-        pool=pool,
-        compiled=compiled,
-        engines=Engines(pods=tuple(a_pod_view(pod) for pod in runs), reports=reports),
-        published=Published(revision=revision, digest=digest, time="2026-01-01T00:00:00Z")
-        if revision
-        else None,
+    published = Published(revision=revision, digest=digest, time="2026-01-01T00:00:00Z")
+    engines = Engines(
+        pods=tuple(a_pod_view(pod) for pod in runs),
+        reports=reports,
+        published=published if revision else None,
     )
+    return PoolState(pool=pool, compiled=compiled, engines=engines)
 
 
 def plan(
@@ -77,7 +85,7 @@ def test_policy_that_every_engine_runs_is_programmed_and_ready() -> None:
     view = a_view(
         an_engine_pool(), a_tenant_policy(generation=3), a_tier("gold", globalDefault=True)
     )
-    update = plan(view, a_state(view, revision=7, a=7, b=8))
+    update = plan(view, a_state(view, revision=7, a=7, b=7))
     assert reasons(update) == {
         "Accepted": ("True", "Accepted"),
         "ResolvedRefs": ("True", "ResolvedRefs"),
@@ -138,10 +146,10 @@ def test_recorded_revision_beyond_the_newest_is_not_believed() -> None:
 
 def test_policy_that_is_not_published_is_pending_and_unsettled() -> None:
     view = a_view(an_engine_pool(), a_tenant_policy(generation=2))
-    stale = replace(
-        a_state(view, a=7), published=Published(revision=7, digest="of older content", time="t")
-    )
-    for state in (stale, a_state(view, a=7)):
+    unpublished = a_state(view, a=7)
+    older = Published(revision=7, digest="of older content", time="t")
+    stale = replace(unpublished, engines=replace(unpublished.engines, published=older))
+    for state in (stale, unpublished):
         update = plan(view, state)
         assert reasons(update)["Programmed"] == ("False", "Pending")
         assert "revision" not in update.status["pools"][0]

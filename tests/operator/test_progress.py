@@ -1,6 +1,13 @@
 import pytest
 
-from tidegate_operator.progress import Engines, Stored, degraded, plan_revision, programmed
+from tidegate_operator.progress import (
+    Engines,
+    Published,
+    Stored,
+    degraded,
+    plan_revision,
+    programmed,
+)
 from tidegate_policies.wire import EngineReport, Refusal
 from tidegate_testing.objects import a_pod_view
 
@@ -12,8 +19,11 @@ def a_report(pod: str, revision: int, **fields: object) -> EngineReport:
     return EngineReport(**{**values, **fields})  # type: ignore[arg-type]
 
 
-def engines(*reports: EngineReport, ready: tuple[str, ...] = ("a", "b")) -> Engines:
+def engines(
+    *reports: EngineReport, ready: tuple[str, ...] = ("a", "b"), published: Published | None = None
+) -> Engines:
     return Engines(
+        published=published,
         pods=tuple(a_pod_view(name) for name in ready),
         reports={report.pod: report for report in reports},
     )
@@ -47,11 +57,26 @@ def test_refusal_names_engine_and_reason() -> None:
     assert degraded(found, 3, is_redis_reachable=True).reason == "EngineRefused"
 
 
-def test_refusal_of_what_an_engine_already_runs_is_none() -> None:
+@pytest.mark.parametrize(("revision", "digest"), [(3, "other"), (4, "d")])
+@pytest.mark.parametrize("was_programmed", [False, True])
+def test_engine_that_runs_what_was_never_published_is_not_programmed(
+    revision: int, digest: str, *, was_programmed: bool
+) -> None:
     refused = Refusal(revision=3, reason="StaleRevision", message="old")
-    found = engines(a_report("a", 3, refused=refused), ready=("a",))
-    assert programmed(POOL, found, 3, was_programmed=False).holds
-    assert not degraded(found, 3, is_redis_reachable=True).holds
+    published = Published(revision=3, digest="d", time="t")
+    for reported in (refused, None):
+        report = a_report("a", revision, digest=digest, refused=reported)
+        found = engines(report, ready=("a",), published=published)
+        verdict = programmed(POOL, found, 2, was_programmed=was_programmed)
+        assert verdict.reason == ("EngineRefused" if reported else "EnginesLagging")
+        assert degraded(found, 3, is_redis_reachable=True).holds is (reported is not None)
+
+
+@pytest.mark.parametrize(("revision", "digest"), [(3, "d"), (2, "of what was before")])
+def test_engine_that_runs_a_published_policy_is_programmed(revision: int, digest: str) -> None:
+    published = Published(revision=3, digest="d", time="t")
+    found = engines(a_report("a", revision, digest=digest), ready=("a",), published=published)
+    assert programmed(POOL, found, 2, was_programmed=False).holds
 
 
 def test_no_ready_engine_is_a_reason_of_its_own() -> None:

@@ -30,6 +30,7 @@ class ReportingEngine:
     Attributes:
         snapshots: Every policy applied, by revision.
         paused: While set, policies are neither read nor acknowledged; heartbeats go on.
+        cut_off: While set, nothing is read or reported, as without a way to Redis.
         tenants: Counters to report.
     """
 
@@ -37,6 +38,7 @@ class ReportingEngine:
         self.pod = pod
         self.snapshots: dict[int, PolicySnapshot] = {}
         self.paused = threading.Event()
+        self.cut_off = threading.Event()
         self.tenants: Sequence[TenantCounters] = ()
         self._pool = pool
         self._verify = verifier(public_key)
@@ -78,14 +80,16 @@ class ReportingEngine:
         with pubsub:
             pubsub.subscribe(wake_channel(self._pool))
             while not self._stopping.is_set():
-                self._read_policy()
-                self._report()
+                if not self.cut_off.is_set():
+                    self._read_policy()
+                    self._report()
                 pubsub.get_message(timeout=0.25)
 
     def _read_policy(self) -> None:
         key = envelope_key(self._pool)
-        stored = self._redis.hget(key, "revision")
-        if self.paused.is_set() or not isinstance(stored, bytes) or int(stored) <= self._revision:
+        stored, digest = self._redis.hmget(key, ["revision", "digest"])
+        is_known = (stored, digest) == (str(self._revision).encode(), self._digest.encode())
+        if self.paused.is_set() or not isinstance(stored, bytes) or is_known:
             return
         text = self._redis.hget(key, "envelope")
         assert isinstance(text, bytes)
