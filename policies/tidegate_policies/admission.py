@@ -28,7 +28,9 @@ class WatermarkGate:
     def apply_rule(self, rule: WatermarkRule) -> None:
         """Change the levels; the state follows at the next `observe`."""
         self.low_blocks = self._num_blocks * rule.low_percent // 100
-        self.high_blocks = self._num_blocks * rule.high_percent // 100
+        # In a small pool both may round to the same block, and then every admission would be RED.
+        high_blocks = self._num_blocks * rule.high_percent // 100
+        self.high_blocks = max(high_blocks, self.low_blocks + 1)
 
     def observe(self, used_blocks: int) -> Watermark:
         """Return the state at this usage; RED lasts until usage is down at the low watermark."""

@@ -22,13 +22,13 @@ class VictimCandidate:
     admission: int
 
 
-def choose_victim(candidates: Iterable[VictimCandidate]) -> VictimCandidate | None:
+def choose_victim(candidates: Iterable[VictimCandidate]) -> VictimCandidate:
     """Pick the newest request of the most over-share tenant of the lowest tier.
 
-    Returns:
-        None when there is no candidate.
+    Raises:
+        ValueError: There is no candidate.
     """
-    return min(candidates, key=_yields_first, default=None)
+    return min(candidates, key=_yields_first)
 
 
 def _yields_first(candidate: VictimCandidate) -> tuple[int, float, int]:

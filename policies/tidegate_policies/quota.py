@@ -39,6 +39,11 @@ class KvLedger:
         """Return the blocks that `tenant` holds above its nominal."""
         return max(0, self.used(tenant) - self.nominal(tenant))
 
+    @property
+    def has_borrowers(self) -> bool:
+        """Whether any tenant holds more than its nominal."""
+        return any(self.borrowed(tenant) for tenant in self._used)
+
     def cap(self, tenant: str) -> int:
         """Return the most blocks that `tenant` could ever hold: all but the others' nominal."""
         return self._num_blocks - sum(self._nominal.values()) + self.nominal(tenant)

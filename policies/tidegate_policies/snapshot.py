@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from tidegate_policies.problems import first_problem
 
@@ -28,6 +28,10 @@ Percent = Annotated[int, Field(ge=0, le=100)]
 Weight = Annotated[int, Field(ge=0, le=MAX_WEIGHT)]
 PositiveInt = Annotated[int, Field(ge=1)]
 KeyDigest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+# An engine must not acknowledge a rule that it doesn't know: an unknown field is refused.
+_KNOWN_FIELDS_ONLY = ConfigDict(extra="forbid")
 
 
 class SnapshotError(ValueError):
@@ -49,6 +53,8 @@ class TierRule:
         value: Larger goes first.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
+
     name: str
     value: int
 
@@ -69,6 +75,8 @@ class TenantRule:
         key_digests: SHA-256 (hex) of the API keys whose holder is this tenant.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
+
     tenant: str
     policy: str
     tier: str
@@ -84,6 +92,8 @@ class TenantRule:
 class BatchingRule:
     """Limits of one step; None = the engine's own setting."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
+
     max_num_seqs: PositiveInt | None = None
     max_batched_tokens: PositiveInt | None = None
 
@@ -91,6 +101,8 @@ class BatchingRule:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatermarkRule:
     """KV usage levels, in percent of the block pool: low opens, high closes and evicts."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
 
     low_percent: Percent = 80
     high_percent: Percent = 92
@@ -104,6 +116,8 @@ class UnknownTenantsRule:
         tier: Name of one of the snapshot's tiers; looked at only when they are admitted.
         max_running: Most of them in one engine's batch; None = no limit of their own.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
 
     action: UnknownAction = UnknownAction.REJECT
     tier: str = ""
@@ -120,6 +134,8 @@ class PolicySnapshot:
         tiers: By value, highest first, then by name.
         tenants: By name.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
 
     pool: str
     batching: BatchingRule = field(default_factory=BatchingRule)

@@ -9,6 +9,11 @@ def test_the_gate_follows_usage_and_red_lasts_down_to_the_low_watermark() -> Non
     assert seen == [green, green, yellow, yellow, red, red, red, yellow, green]
 
 
+def test_in_a_small_pool_the_levels_stay_apart() -> None:
+    gate = WatermarkGate(WatermarkRule(low_percent=80, high_percent=81), num_blocks=50)
+    assert [gate.observe(used) for used in (40, 41)] == [Watermark.YELLOW, Watermark.RED]
+
+
 def test_a_changed_rule_counts_from_the_next_look_on() -> None:
     gate = WatermarkGate(WatermarkRule(low_percent=50, high_percent=90), num_blocks=100)
     assert gate.observe(60) is Watermark.YELLOW

@@ -3,6 +3,8 @@ from hypothesis import strategies as st
 
 from tidegate_policies.fairness import VirtualTokenCounters
 
+TIER = (0, False)
+
 
 def test_a_heavier_tenant_is_charged_less_per_token() -> None:
     counters = VirtualTokenCounters()
@@ -15,15 +17,15 @@ def test_idle_time_is_not_banked_while_others_are_active() -> None:
     counters = VirtualTokenCounters()
     counters.charge("a", 1000, weight=1)
     counters.charge("c", 3000, weight=1)
-    counters.join("b", tier=0, active=["a", "c", "b"])
+    counters.join("b", TIER, backlogged=["a", "c", "b"])
     assert counters.value("b") == 1000
 
 
 def test_idle_time_is_not_banked_when_nobody_is_active() -> None:
     counters = VirtualTokenCounters()
     counters.charge("a", 1000, weight=1)
-    counters.leave("a", tier=0)
-    counters.join("b", tier=0, active=[])
+    counters.leave("a", TIER)
+    counters.join("b", TIER, backlogged=[])
     assert counters.value("b") == 1000
 
 
@@ -31,7 +33,7 @@ def test_joining_never_lowers_a_counter() -> None:
     counters = VirtualTokenCounters()
     counters.charge("a", 10, weight=1)
     counters.charge("b", 500, weight=1)
-    counters.join("b", tier=0, active=["a"])
+    counters.join("b", TIER, backlogged=["a"])
     assert counters.value("b") == 500
 
 
@@ -39,17 +41,19 @@ def test_a_tenant_that_changes_tier_starts_level_there() -> None:
     counters = VirtualTokenCounters()
     counters.charge("a", 40, weight=1)
     counters.charge("b", 90_000, weight=1)
-    counters.move("b", tier=7, active=["a", "b"])
+    counters.move("b", (7, False), backlogged=["a", "b"])
     assert counters.value("b") == 40
 
 
-def test_a_forgotten_tenant_leaves_no_floor_behind() -> None:
+def test_what_happens_in_one_tier_is_no_floor_in_another() -> None:
     counters = VirtualTokenCounters()
     counters.charge("a", 40, weight=1)
-    counters.leave("a", tier=0)
-    counters.forget("a")
-    counters.join("b", tier=0, active=[])
-    assert (counters.value("a"), counters.value("b")) == (0, 0)
+    counters.leave("a", TIER)
+    counters.move("a", (7, False), backlogged=[])
+    counters.charge("a", 9000, weight=1)
+    counters.join("b", TIER, backlogged=[])
+    counters.join("c", (8, False), backlogged=[])
+    assert (counters.value("b"), counters.value("c")) == (40, 0)
 
 
 @given(

@@ -13,9 +13,8 @@ def candidate(
     )
 
 
-def chosen(*candidates: VictimCandidate) -> str | None:
-    victim = choose_victim(candidates)
-    return None if victim is None else victim.request_id
+def chosen(*candidates: VictimCandidate) -> str:
+    return choose_victim(candidates).request_id
 
 
 def test_the_lowest_tier_yields_first() -> None:
@@ -31,7 +30,3 @@ def test_inside_a_tier_the_most_over_share_yields_by_weight() -> None:
 
 def test_among_equals_the_newest_yields() -> None:
     assert chosen(candidate("old", admission=3), candidate("new", admission=9)) == "new"
-
-
-def test_without_candidates_nobody_yields() -> None:
-    assert chosen() is None

@@ -49,6 +49,7 @@ def test_any_change_changes_the_digest() -> None:
         (a_snapshot(a_tenant(weight=7)).to_json().replace("7", "1000001"), "1000000"),
         (a_snapshot().to_json().replace('"low_percent":80', '"low_percent":95'), "low 95"),
         (a_snapshot().to_json().replace("standard", "gone", 1), "not in the snapshot"),
+        (a_snapshot().to_json().replace('"weight"', '"burst":1,"weight"', 1), "burst"),
     ],
 )
 def test_a_bad_text_is_refused_by_the_name_of_its_field(text: str, named: str) -> None:

@@ -7,8 +7,13 @@ from tidegate_engine.core.sequence import Sequence
 
 
 def describe_batch(running: Iterable[Sequence], *, token_budget: int) -> tuple[PlanRow, ...]:
-    """Return decodes first, then prefill chunks in order of admission, within the budget."""
+    """Return all decodes, then prefill chunks in order of admission, within the budget.
+
+    More decodes than the budget has tokens are computed all the same: one that stood still would
+    hold its KV blocks for nothing.
+    """
     by_kind = sorted(running, key=lambda seq: not seq.is_decoding)  # stable: keeps the order
+    token_budget = max(token_budget, sum(1 for seq in by_kind if seq.is_decoding))
     rows: list[PlanRow] = []
     for seq in by_kind:
         num_tokens = min(seq.pending_tokens, token_budget)
@@ -26,5 +31,6 @@ def _row(seq: Sequence, num_tokens: int) -> PlanRow:
         token_ids=seq.token_ids[start:end],
         block_ids=tuple(seq.block_table),
         samples=end == len(seq.token_ids),
+        is_decode=seq.is_decoding,
         sampling=seq.request.sampling,
     )

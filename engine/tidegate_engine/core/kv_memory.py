@@ -9,7 +9,7 @@ from tidegate_policies.quota import KvLedger
 from tidegate_policies.snapshot import PolicySnapshot, WatermarkRule
 
 RESUME_QUANTUM_TOKENS = 16
-"""A preempted request comes back only when its context and so many tokens more fit."""
+"""A preempted request borrows again only when its context and so many tokens more fit."""
 
 
 class KvMemory:
@@ -26,8 +26,13 @@ class KvMemory:
         self._ledger.set_nominal({r.tenant: r.kv_nominal_percent for r in snapshot.tenants})
         self._gate.apply_rule(snapshot.watermarks)
 
+    @property
+    def watermark(self) -> Watermark:
+        """The watermark state as last observed."""
+        return self._gate.state
+
     def observe(self) -> Watermark:
-        """Return the watermark state at the usage of now."""
+        """Hold the usage of now against the watermarks; once a step, for it moves their state."""
         return self._gate.observe(self.pool.num_used)
 
     def cap_tokens(self, tenant: str) -> int:
@@ -42,21 +47,28 @@ class KvMemory:
         """Return the blocks that `tenant` holds above its nominal."""
         return self._ledger.borrowed(tenant)
 
-    def can_admit(self, seq: Sequence, *, runs_alone: bool, may_borrow: bool) -> bool:
+    def can_ever_hold(self, seq: Sequence) -> bool:
+        """Tell whether the context fits when nobody else borrows."""
+        return len(seq.token_ids) <= self.cap_tokens(seq.tenant)
+
+    def can_admit(self, seq: Sequence, *, may_borrow: bool) -> bool:
         """Tell whether a waiting sequence may take the blocks of its whole context.
+
+        While nobody borrows, the watermarks gate nobody: a context above them would wait for ever
+        beside tenants that are always busy within their nominal.
 
         Args:
             seq: A waiting sequence.
-            runs_alone: Nothing else runs: then the watermarks don't gate it, or a context above
-                them would wait for ever.
             may_borrow: Whether the order of admission still lets borrowers in.
         """
         blocks = self.pool.blocks_for(len(seq.token_ids))
         if not self._ledger.can_take(seq.tenant, blocks, free=self.pool.num_free):
             return False
-        if runs_alone or self._ledger.fits_nominal(seq.tenant, blocks):
+        if self._ledger.fits_nominal(seq.tenant, blocks):
             return True
-        return may_borrow and self._is_borrowing_open(seq, blocks)
+        if not may_borrow:
+            return False
+        return not self._ledger.has_borrowers or self._is_borrowing_open(seq, blocks)
 
     def try_grow(self, seq: Sequence) -> bool:
         """Give a sequence the blocks that its tokens need, if it may have them.
@@ -94,4 +106,5 @@ class KvMemory:
         if seq.preemptions:
             resumed = self.pool.blocks_for(len(seq.token_ids) + RESUME_QUANTUM_TOKENS)
             return used + resumed <= self._gate.low_blocks
-        return self.observe() is Watermark.GREEN and used + blocks < self._gate.high_blocks
+        is_green = self.watermark is Watermark.GREEN and used < self._gate.low_blocks
+        return is_green and used + blocks < self._gate.high_blocks

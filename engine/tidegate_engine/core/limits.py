@@ -19,11 +19,6 @@ class EngineLimits:
     max_batched_tokens: int = 256
     max_waiting: int = 10_000
 
-    @property
-    def token_budget(self) -> int:
-        """Tokens per step; never so few that a full batch of decodes starves some of them."""
-        return max(self.max_batched_tokens, self.max_num_seqs)
-
     def under(self, rule: BatchingRule) -> "EngineLimits":
         """Return these limits with those that the policy sets."""
         return replace(

@@ -19,6 +19,8 @@ class PlanRow:
         token_ids: Tokens at positions `start`, `start + 1`, ...; never empty.
         block_ids: Block table: entry `i` is the KV block of positions `i*B .. i*B + B - 1`. Covers
             at least every position up to the row's last.
+        is_decode: True when the row computes a request's newest output token alone; a prompt chunk
+            may have one token too.
         samples: True when the row's last token yields an output token (a decode, or the last
             chunk of a prompt).
         sampling: How to choose that token.
@@ -30,6 +32,7 @@ class PlanRow:
     block_ids: Sequence[int]
     samples: bool
     sampling: SamplingParams
+    is_decode: bool = False
 
     @property
     def end(self) -> int:

@@ -10,6 +10,8 @@ the next call; cancels come between the two calls of neighbouring steps, so that
 planned after a cancel contains the request.
 """
 
+from collections.abc import Iterable
+
 from tidegate_engine.core.arrival import (
     output_limit,
     refuse_for_queue,
@@ -28,7 +30,7 @@ from tidegate_engine.core.request import (
     TokenOutput,
 )
 from tidegate_engine.core.sequence import Phase, Sequence
-from tidegate_engine.core.tenants import Tenant, TenantTable
+from tidegate_engine.core.tenants import MAX_TOMBSTONES, Tenant, TenantTable
 from tidegate_policies.admission import Watermark
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from tidegate_policies.preemption import VictimCandidate, choose_victim
@@ -148,7 +150,7 @@ class Scheduler:
         preempted = self._relieve_red()
         preempted += self._grow_running(ended)
         admitted = self._admit(ended)
-        rows = describe_batch(self._running, token_budget=self._limits.token_budget)
+        rows = describe_batch(self._running, token_budget=self._limits.max_batched_tokens)
         if rows:
             self._step += 1
             self._has_open_plan = True
@@ -209,7 +211,7 @@ class Scheduler:
             waiting=self.num_waiting,
             kv_blocks=self._memory.pool.num_blocks,
             kv_used_blocks=self._memory.pool.num_used,
-            watermark=self._memory.observe(),
+            watermark=self._memory.watermark,
             tenants=self._tenants.stats(self._memory),
         )
 
@@ -228,6 +230,8 @@ class Scheduler:
             counted = phases.count(Phase.WAITING), phases.count(Phase.RUNNING)
             if counted != (tenant.waiting, tenant.running):
                 raise AssertionError(f"{tenant.name} has {counted} waiting and running requests")
+            if len(tenant.queue) > 2 * tenant.waiting + MAX_TOMBSTONES:
+                raise AssertionError(f"{tenant.name} keeps {len(tenant.queue)} ended requests")
 
     # -- policy ------------------------------------------------------------------------------
 
@@ -245,10 +249,9 @@ class Scheduler:
     def _relieve_red(self) -> list[str]:
         """Above the high watermark, preempt borrowers until usage is down at the low one."""
         preempted: list[str] = []
-        while self._memory.observe() is Watermark.RED and len(self._running) > 1:
-            victim = self._victim(requester=None)
-            if victim is None:
-                break
+        # The last borrower stays: it would come back at once, as nobody else borrows.
+        while self._memory.observe() is Watermark.RED and len(borrowers := self._borrowers()) > 1:
+            victim = self._victim(borrowers)
             self._preempt(victim)
             preempted.append(victim.request_id)
         return preempted
@@ -258,32 +261,39 @@ class Scheduler:
         preempted: list[str] = []
         for seq in list(self._running):
             while seq.phase is Phase.RUNNING and not self._memory.try_grow(seq):
-                victim = self._victim(requester=seq) if len(self._running) > 1 else None
-                if victim is None:  # it runs alone, or nobody borrows: there is no more to get
+                if not self._memory.can_ever_hold(seq):  # a policy change took what it needs
                     self._complete(seq)
                     ended.append(seq.request_id)
                     break
+                own = next(s for s in reversed(self._running) if s.tenant == seq.tenant)
+                victim = self._victim([*self._borrowers(), own])
                 self._preempt(victim)
                 preempted.append(victim.request_id)
         return preempted
 
-    def _victim(self, *, requester: Sequence | None) -> Sequence | None:
-        """Choose who yields: the newest of a borrowing tenant, or of the requester's."""
-        newest = {seq.tenant: seq for seq in self._running}
-        borrowed = self._memory.borrowed_blocks
-        candidates = [
+    def _borrowers(self) -> list[Sequence]:
+        """Return the running requests that hold borrowed blocks: each tenant's newest ones."""
+        excess = {name: self._memory.borrowed_blocks(name) for name in self._tenants.names()}
+        borrowers: list[Sequence] = []
+        for seq in reversed(self._running):
+            if excess[seq.tenant] > 0:
+                borrowers.append(seq)
+                excess[seq.tenant] -= len(seq.block_table)
+        return borrowers
+
+    def _victim(self, among: Iterable[Sequence]) -> Sequence:
+        """Choose who of several running requests yields."""
+        victim = choose_victim(
             VictimCandidate(
                 request_id=seq.request_id,
-                tier_value=self._tenants[name].tier_value,
-                weight=self._tenants[name].rule.weight,
-                borrowed_blocks=borrowed(name),
+                tier_value=self._tenants[seq.tenant].tier_value,
+                weight=self._tenants[seq.tenant].rule.weight,
+                borrowed_blocks=self._memory.borrowed_blocks(seq.tenant),
                 admission=seq.admission,
             )
-            for name, seq in newest.items()
-            if borrowed(name) or (requester is not None and name == requester.tenant)
-        ]
-        victim = choose_victim(candidates)
-        return None if victim is None else self._live[victim.request_id]
+            for seq in among
+        )
+        return self._live[victim.request_id]
 
     def _preempt(self, victim: Sequence) -> None:
         """Return `victim` to its tenant's queue; its context is computed again later."""
@@ -307,7 +317,7 @@ class Scheduler:
         """
         admitted: list[str] = []
         may_borrow = True
-        budget = self._limits.token_budget - sum(seq.pending_tokens for seq in self._running)
+        budget = self._limits.max_batched_tokens - sum(seq.pending_tokens for seq in self._running)
         blocked: set[str] = set()
         while len(self._running) < self._limits.max_num_seqs and budget > 0:
             tenant = next((t for t in self._tenants.in_order() if t.name not in blocked), None)
@@ -316,16 +326,16 @@ class Scheduler:
             seq = tenant.head()
             if seq is None or tenant.is_full:
                 blocked.add(tenant.name)
-            elif self._memory.can_admit(seq, runs_alone=not self._running, may_borrow=may_borrow):
+            elif not self._memory.can_ever_hold(seq):  # a policy change made it too large
+                self._complete(seq)
+                ended.append(seq.request_id)
+            elif self._memory.can_admit(seq, may_borrow=may_borrow):
                 self._start(tenant.pop(), tenant)
                 admitted.append(seq.request_id)
                 budget -= seq.pending_tokens
-            elif self._running:
+            else:
                 blocked.add(tenant.name)
                 may_borrow = False
-            else:  # a policy change made it too large for the pool
-                self._complete(seq)
-                ended.append(seq.request_id)
         return admitted
 
     def _start(self, seq: Sequence, tenant: Tenant) -> None:
@@ -377,9 +387,10 @@ class Scheduler:
         if seq.phase is Phase.RUNNING:
             self._running.remove(seq)
             tenant.running -= 1
-        else:
-            tenant.waiting -= 1
         self._memory.release(seq)
+        was_waiting = seq.phase is Phase.WAITING
         seq.phase = Phase.ENDED
+        if was_waiting:
+            tenant.forget_waiting()
         del self._live[seq.request_id]
         self._tenants.settle(tenant)

