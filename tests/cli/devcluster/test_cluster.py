@@ -18,7 +18,13 @@ from tidegate_devcluster.network import LoopbackNetwork
 from tidegate_devcluster.pod import PORT_MAP_ANNOTATION
 from tidegate_devcluster.processes import Lifeline
 from tidegate_devcluster.service_proxy import ServiceProxy
-from tidegate_testing.cluster import IMAGES, RunningCluster, eventually
+from tidegate_testing.cluster import (
+    IMAGES,
+    RunningCluster,
+    eventually,
+    network_names,
+    still_running,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -40,16 +46,6 @@ asyncio.run(main())
 """
 
 
-def network_names() -> str:
-    if not Path("/sys/class/net").exists():
-        return ""
-    shown = [
-        subprocess.run(["ip", *what], capture_output=True, text=True, check=False).stdout
-        for what in (["netns"], ["-o", "link"])
-    ]
-    return "".join(shown)
-
-
 def test_nothing_is_left_when_its_process_is_killed() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True
@@ -63,16 +59,7 @@ def test_nothing_is_left_when_its_process_is_killed() -> None:
 
         os.kill(owner.pid, signal.SIGKILL)
 
-    eventually(
-        lambda: (
-            not [
-                one
-                for one in descendants
-                if one.is_running() and one.status() != psutil.STATUS_ZOMBIE
-            ]
-        ),
-        "the end of every process",
-    )
+    eventually(lambda: not still_running(descendants), "the end of every process")
     eventually(lambda: f"tg{owner.pid:06x}" not in network_names(), "the end of the network")
     eventually(lambda: not root.exists(), "the end of the temporary folder")
 

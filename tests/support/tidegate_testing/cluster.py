@@ -6,17 +6,19 @@ Each is started once per session; a test gets a namespace, or a prefix, of its o
 from __future__ import annotations
 
 import asyncio
+import shutil
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 
 from tidegate_devcluster.assets import Assets
@@ -196,6 +198,27 @@ def cluster_namespace(full_cluster: RunningCluster) -> Iterator[str]:
     name = full_cluster.fresh_namespace()
     yield name
     full_cluster.kubectl("delete", "namespace", name, "--wait=false")
+
+
+def still_running(descendants: Sequence[psutil.Process]) -> list[psutil.Process]:
+    """Returns those that have not ended; a zombie has."""
+    running = []
+    for one in descendants:
+        with suppress(psutil.NoSuchProcess):
+            if one.is_running() and one.status() != psutil.STATUS_ZOMBIE:
+                running.append(one)
+    return running
+
+
+def network_names() -> str:
+    """Returns what `ip` shows of this machine's namespaces and links; nothing without `ip`."""
+    if shutil.which("ip") is None:
+        return ""
+    shown = [
+        subprocess.run(["ip", *what], capture_output=True, text=True, check=False).stdout
+        for what in (["netns"], ["-o", "link"])
+    ]
+    return "".join(shown)
 
 
 def eventually(ask: Callable[[], T], what: str, *, timeout_seconds: float = 30.0) -> T:
