@@ -80,6 +80,7 @@ async def run_engine(settings: Settings, parts: Parts, listener: socket.socket) 
         model=parts.model,
         clock=time.monotonic,
         wall_clock=time.time,
+        max_waiting=settings.max_waiting,
     )
     redis = _redis(settings)
     http = _http_server(service)

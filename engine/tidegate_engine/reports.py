@@ -79,7 +79,9 @@ class Reporter:
 
     async def _count(self) -> None:
         """Bring the engine's last count up to date, unless something is to be reported at once."""
-        counting = asyncio.create_task(engine_stats(self._engine, patience_seconds=PATIENCE_SECONDS))
+        counting = asyncio.create_task(
+            engine_stats(self._engine, patience_seconds=PATIENCE_SECONDS)
+        )
         waking = asyncio.create_task(self._woken.wait())
         try:
             await asyncio.wait({counting, waking}, return_when=asyncio.FIRST_COMPLETED)

@@ -50,6 +50,7 @@ async def a_reporting_engine(
         model=a_served_model(),
         clock=time.monotonic,
         wall_clock=time.time,
+        max_waiting=1000,
     )
     service.engine.start()
 

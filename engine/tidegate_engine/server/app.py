@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP API of one engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tidegate_engine.bridge import engine_stats
+from tidegate_engine.core.arrival import refuse_for_queue
 from tidegate_engine.server.edge import Edge
 from tidegate_engine.server.errors import (
     ApiError,
@@ -19,6 +20,7 @@ from tidegate_engine.server.errors import (
     answer_defect,
     answer_http_exception,
     answer_validation_error,
+    from_rejection,
 )
 from tidegate_engine.server.generation import Generation
 from tidegate_engine.server.intake import Intake, take_chat, take_completion
@@ -68,8 +70,9 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def _identify(service: Service) -> Callable[[Request], Caller]:
-    def identify(request: Request) -> Caller:
+def _identify(service: Service) -> Callable[[Request], Awaitable[Caller]]:
+    # Asynchronous, so that it runs in the event loop, where keys are replaced, not in a thread.
+    async def identify(request: Request) -> Caller:
         tenant = service.identities.tenant_of(request.headers.get("authorization"))
         return Caller(tenant, request.state.request_id, request.state.arrived_at)
 
@@ -92,6 +95,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             wants_logprobs=body.logprobs is not None,
             includes_usage=body.includes_usage,
         )
+        # While a long prompt was encoded, nobody watched the connection.
+        if _ends_with_client(service, caller) and await request.is_disconnected():
+            return Response()
         answer = await _begin(service, body, caller, intake=intake, response_format=response_format)
         return await _respond(answer, request, is_stream=bool(body.stream))
 
@@ -108,6 +114,9 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             wants_logprobs=bool(body.logprobs),
             includes_usage=body.includes_usage,
         )
+        # While a long prompt was encoded, nobody watched the connection.
+        if _ends_with_client(service, caller) and await request.is_disconnected():
+            return Response()
         answer = await _begin(service, body, caller, intake=intake, response_format=response_format)
         return await _respond(answer, request, is_stream=bool(body.stream))
 
@@ -165,10 +174,18 @@ def _what_readiness_lacks(service: Service) -> Sequence[str]:
 
 
 def _check_servable(service: Service, body: GenerationBody) -> None:
-    """Refuse before the prompt is encoded: that is the expensive part."""
+    """Refuse before the prompt is encoded: that is the expensive part.
+
+    The queue is that of the last count, about a second old; a retry is told to come no sooner.
+    """
     if service.generations.is_draining:
         raise EngineDrainingError
     _check_model(service.model, body.model)
+    rejection = refuse_for_queue(
+        num_waiting=service.engine.last_stats.scheduler.waiting, max_waiting=service.max_waiting
+    )
+    if rejection is not None:
+        raise from_rejection(rejection)
 
 
 def _check_model(model: ServedModel, name: str) -> None:
@@ -204,7 +221,6 @@ async def _begin(
         max_unread_events=service.max_unread_events,
     )
     await service.generations.begin(generation, intake.requests)
-    rule = service.identities.rule_of(caller.tenant)
     tokenizer = service.model.tokenizer
     return Answer(
         generation=generation,
@@ -216,8 +232,14 @@ async def _begin(
         format=response_format,
         prompt_tokens=intake.prompt_tokens,
         includes_usage=body.includes_usage,
-        cancel_on_disconnect=rule is None or rule.cancel_on_disconnect,
+        cancel_on_disconnect=_ends_with_client(service, caller),
     )
+
+
+def _ends_with_client(service: Service, caller: Caller) -> bool:
+    """Whether the caller's requests are cancelled when it hangs up."""
+    rule = service.identities.rule_of(caller.tenant)
+    return rule is None or rule.cancel_on_disconnect
 
 
 async def _respond(answer: Answer, request: Request, *, is_stream: bool) -> Response:

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -23,6 +24,8 @@ ENCODE_INLINE_CHARS = 4000
 """Longer prompts are encoded in a thread: the event loop must not wait for them."""
 
 _SEED_BITS = 64
+# Of their own: in asyncio's threads policies are stored, and would queue behind prompts.
+_ENCODERS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encoder")
 T = TypeVar("T")
 
 
@@ -106,12 +109,12 @@ def _intake(
         Request(
             request_id=f"{caller.generation_id}.{number * body.n + choice}",
             tenant=caller.tenant,
-            prompt_ids=tuple(prompt),
+            prompt_ids=prompt,
             max_output_tokens=min(wanted, _room(prompt, model)),
             sampling=_for_choice(sampling, choice),
             stop_token_ids=stop_ids,
         )
-        for number, prompt in enumerate(prompts)
+        for number, prompt in enumerate(map(tuple, prompts))
         for choice in range(body.n)
     )
     return Intake(requests=requests, prompt_tokens=sum(len(p) for p in prompts), stops=body.stops)
@@ -151,7 +154,9 @@ async def _completion_prompts(body: CompletionBody, model: ServedModel) -> list[
 
 
 async def _off_loop(chars: int, encode: "Callable[[], T]") -> "T":
-    return await asyncio.to_thread(encode) if chars > ENCODE_INLINE_CHARS else encode()
+    if chars <= ENCODE_INLINE_CHARS:
+        return encode()
+    return await asyncio.get_running_loop().run_in_executor(_ENCODERS, encode)
 
 
 def _sampling(body: GenerationBody, *, logprobs: int | None) -> SamplingParams:

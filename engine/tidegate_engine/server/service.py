@@ -21,6 +21,7 @@ class Service:
     """What the API serves with.
 
     Attributes:
+        max_waiting: Most requests queued in the engine.
         max_unread_events: Tokens of one generation that its client may leave unread.
         stopped: Set when the engine's thread has ended.
         clock: The engine's clock.
@@ -33,6 +34,7 @@ class Service:
     board: PolicyBoard
     metrics: EngineMetrics
     model: ServedModel
+    max_waiting: int
     max_unread_events: int
     stopped: asyncio.Event
     clock: Callable[[], float]
@@ -47,6 +49,7 @@ def assemble(
     model: ServedModel,
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
+    max_waiting: int,
     max_unread_events: int = MAX_UNREAD_EVENTS,
 ) -> Service:
     """Wire an engine to the running event loop; its thread isn't started yet.
@@ -58,6 +61,7 @@ def assemble(
         model: What `executor` runs.
         clock: Monotonic, in seconds.
         wall_clock: Seconds since the epoch.
+        max_waiting: Most requests queued in the engine, as `scheduler` has it.
         max_unread_events: Tokens of one generation that its client may leave unread.
     """
     bridge = EngineBridge(asyncio.get_running_loop())
@@ -70,6 +74,7 @@ def assemble(
         board=PolicyBoard(engine.apply_policy),
         metrics=metrics,
         model=model,
+        max_waiting=max_waiting,
         max_unread_events=max_unread_events,
         stopped=asyncio.Event(),
         clock=clock,

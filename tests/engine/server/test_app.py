@@ -1,6 +1,7 @@
 """The API as the official client sees it."""
 
 import hashlib
+import threading
 
 import openai
 import pytest
@@ -9,8 +10,10 @@ from openai.types.chat import ChatCompletionMessageParam
 from tidegate_engine.server.schema import DEFAULT_COMPLETION_TOKENS
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_policies.snapshot import UnknownAction, UnknownTenantsRule
+from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import (
     MODEL,
+    HeldTokenizer,
     RunningEngine,
     a_keyed_tenant,
     a_running_engine,
@@ -18,6 +21,7 @@ from tidegate_testing.engines import (
     digest_of,
 )
 from tidegate_testing.policies import a_snapshot
+from tidegate_testing.scheduling import a_request
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Hello"}]
 
@@ -313,6 +317,34 @@ def test_a_full_queue_refuses_all_choices_and_says_when_to_retry() -> None:
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
         assert int(refused.headers["retry-after"]) >= 1
         assert engine.is_idle()
+
+
+def test_nothing_is_encoded_for_a_queue_that_is_full() -> None:
+    tokenizer = HeldTokenizer()
+    tokenizer.released.set()
+    model = a_served_model(tokenizer=tokenizer)
+    with a_running_engine(model=model, max_num_seqs=1, max_waiting=1) as engine:
+        for _ in range(2):
+            engine.service.engine.submit(a_request(output=100_000)).result()
+            eventually(lambda: engine.stats().scheduler.running == 1, "a running request")
+        assert engine.stats().scheduler.waiting == 1
+        answer = engine.http().post("/v1/completions", json={"model": MODEL, "prompt": "Hello"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
+        assert not tokenizer.begun.is_set()
+
+
+def test_callers_are_identified_where_keys_are_replaced(
+    engine: RunningEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def note_thread(_: str | None) -> str:
+        threads.append(threading.current_thread().name)
+        return "acme"
+
+    monkeypatch.setattr(engine.service.identities, "tenant_of", note_thread)
+    engine.openai().models.list()
+    assert threads == ["server"]
 
 
 def test_every_answer_names_its_request(engine: RunningEngine) -> None:

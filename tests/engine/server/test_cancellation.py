@@ -10,12 +10,15 @@ import httpx
 import openai
 import pytest
 
+from tidegate_engine.server.intake import ENCODE_INLINE_CHARS
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import (
     MODEL,
+    HeldTokenizer,
     RunningEngine,
     a_keyed_tenant,
     a_running_engine,
+    a_served_model,
     key_of,
 )
 from tidegate_testing.policies import a_snapshot
@@ -112,6 +115,32 @@ def test_a_tenant_may_let_its_requests_go_on_when_it_hangs_up(
     wait_until_idle(engine)
     assert engine.sample("tidegate_tokens_total", tenant="patient", kind="output") == 300
     assert cancelled(engine, tenant="patient", cause="disconnect", state="running") == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("tenant", "steps"), [("acme", 0), ("patient", 1)])
+def test_who_hangs_up_while_the_prompt_is_encoded_gets_no_step(
+    *, tenant: str, steps: int, stream: bool
+) -> None:
+    tokenizer = HeldTokenizer()
+    policy = a_snapshot(
+        a_keyed_tenant("acme"), a_keyed_tenant("patient", cancel_on_disconnect=False)
+    )
+    long = "x" * (ENCODE_INLINE_CHARS + 1)
+    with a_running_engine(policy, model=a_served_model(tokenizer=tokenizer)) as engine:
+        with a_raw_request(engine, tenant=tenant, stream=stream, prompt=long, max_tokens=1):
+            assert tokenizer.begun.wait(timeout=10)
+        # The event loop has seen the end of that connection once it has served a later one.
+        assert engine.http().get("/healthz").status_code == 200
+        tokenizer.released.set()
+        answered = engine.http().post(
+            "/v1/completions", json={"model": MODEL, "prompt": long, "max_tokens": 1}
+        )
+        assert answered.status_code == 200
+        wait_until_idle(engine)
+        assert engine.stats().scheduler.tenants[tenant].cancelled == 0
+        finished = sum(t.finished for t in engine.stats().scheduler.tenants.values())
+        assert finished == 1 + steps
 
 
 def test_a_stream_is_cancelled_by_its_id(engine: RunningEngine) -> None:

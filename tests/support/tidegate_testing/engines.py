@@ -22,7 +22,7 @@ from tidegate_engine.executor.simulated import SimulatedExecutor, StepCost
 from tidegate_engine.model.bytes_tokenizer import NUM_PRINTABLE, BytesTokenizer
 from tidegate_engine.server.app import create_app
 from tidegate_engine.server.generation import MAX_UNREAD_EVENTS
-from tidegate_engine.server.served_model import ServedModel
+from tidegate_engine.server.served_model import ServedModel, Tokenizer
 from tidegate_engine.server.service import Service, assemble
 from tidegate_policies.snapshot import PolicySnapshot, TenantRule
 from tidegate_testing.cluster import eventually
@@ -208,6 +208,7 @@ def a_running_engine(
             model=model or a_served_model(),
             clock=time.monotonic,
             wall_clock=time.time,
+            max_waiting=max_waiting,
             max_unread_events=max_unread_events,
         )
         config = uvicorn.Config(
@@ -248,11 +249,33 @@ def a_paced_executor(
     )
 
 
-def a_served_model(*, max_context_tokens: int = 1 << 20) -> ServedModel:
+class HeldTokenizer(BytesTokenizer):
+    """Encodes nothing until it is told to; chats and tokens are as ever.
+
+    Attributes:
+        begun: Set when the first text came.
+        released: Set to let texts be encoded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self.released = threading.Event()
+
+    def encode(self, text: str) -> list[int]:
+        """Wait, then encode."""
+        self.begun.set()
+        self.released.wait()
+        return super().encode(text)
+
+
+def a_served_model(
+    *, max_context_tokens: int = 1 << 20, tokenizer: Tokenizer | None = None
+) -> ServedModel:
     """Build the model of simulated engines."""
     return ServedModel(
         name=MODEL,
-        tokenizer=BytesTokenizer(),
+        tokenizer=tokenizer or BytesTokenizer(),
         max_context_tokens=max_context_tokens,
         created=1_700_000_000,
     )
