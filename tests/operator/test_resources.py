@@ -192,10 +192,13 @@ def test_every_field_without_effect_is_named() -> None:
         "spec.kv.lendablePercent",
         "spec.rate",
         "spec.concurrency",
+        "spec.preemptionPolicyRef",
+        "spec.serviceLevelRef",
         "spec.prefixCache",
         "spec.stopPolicy",
     )
     assert unenforced(full_manifest("EnginePool")) == (
+        "spec.workloadRef",
         "spec.replicas",
         "spec.batching.waitWindow",
         "spec.batching.prefillChunk",
@@ -206,13 +209,12 @@ def test_every_field_without_effect_is_named() -> None:
     )
 
 
-def test_inline_parts_name_their_fields_without_effect() -> None:
+def test_inline_parts_without_effect_are_named_even_when_they_are_empty() -> None:
     manifest = changed(
-        minimal_manifest("TenantPolicy"),
-        {"spec.preemption": {"mode": "Auto"}, "spec.serviceLevel": {"queueTimeout": "3s"}},
+        minimal_manifest("TenantPolicy"), {"spec.preemption": {}, "spec.serviceLevel": {}}
     )
 
-    assert unenforced(manifest) == ("spec.preemption.mode", "spec.serviceLevel.queueTimeout")
+    assert unenforced(manifest) == ("spec.preemption", "spec.serviceLevel")
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)

@@ -237,6 +237,7 @@ class EnginePoolSpec(Model):
     workload_ref: Annotated[
         WorkloadRef | None,
         Field(description="Workload that `/scale` scales; without it the pool is attach-only."),
+        NOT_ENFORCED_YET,
     ] = None
     replicas: Annotated[
         int | None,

@@ -235,18 +235,22 @@ class TenantPolicySpec(Model):
     preemption_policy_ref: Annotated[
         LocalRef | None,
         Field(description="PreemptionPolicy to use; not together with preemption; default none."),
+        NOT_ENFORCED_YET,
     ] = None
     preemption: Annotated[
         PreemptionPolicySpec | None,
         Field(description="Preemption rules given here; not together with preemptionPolicyRef."),
+        NOT_ENFORCED_YET,
     ] = None
     service_level_ref: Annotated[
         LocalRef | None,
         Field(description="ServiceLevel to use; not together with serviceLevel; default none."),
+        NOT_ENFORCED_YET,
     ] = None
     service_level: Annotated[
         ServiceLevelSpec | None,
         Field(description="Service level given here; not together with serviceLevelRef."),
+        NOT_ENFORCED_YET,
     ] = None
     cancel_on_disconnect: Annotated[
         bool,
