@@ -1,7 +1,8 @@
 """Where policies come from: Redis, and the disk while Redis is away.
 
 Correct by level, fast by edge: the envelope in Redis is read at the start, on every wake-up, after
-every reconnect and every few seconds anyway, so that a lost message only costs time. Redis may be
+every reconnect and every few seconds anyway, so that a lost message only costs time. A restart
+doesn't go back: what Redis holds has to be at least as new as what the disk holds of the same pool. Redis may be
 away for as long as it likes: the policy in force stays in force, and the engine says `degraded`.
 """
 
@@ -73,7 +74,7 @@ class PolicySource:
         self._is_reachable = False
         # Until Redis has confirmed it, a policy from the disk may be an old one.
         self._is_confirmed = False
-        self._has_tried_disk = False
+        self._stored: tuple[Envelope, PolicySnapshot] | None = None
         self._seen: tuple[bytes | str | None, ...] = ()
         self.on_change: list[Callable[[], None]] = []
 
@@ -89,12 +90,13 @@ class PolicySource:
 
     async def run(self) -> None:
         """Follow the envelope until cancelled."""
+        self._stored = await self._read_disk()
         while True:
             try:
                 await self._follow()
             except (RedisError, OSError) as error:
                 self._note_unreachable(error)
-            await self._start_from_disk()
+            self._start_from_disk()
             await asyncio.sleep(_jittered(_RECONNECT_SECONDS))
 
     async def _follow(self) -> None:
@@ -103,7 +105,7 @@ class PolicySource:
             await channel.subscribe(wake_channel(self._pool))
             self._seen = ()
             await self._read()
-            await self._start_from_disk()
+            self._start_from_disk()
             while True:
                 if await _is_woken(channel):
                     self._seen = ()
@@ -140,26 +142,42 @@ class PolicySource:
 
     def _unseal(self, envelope: Envelope) -> PolicySnapshot | None:
         """Check an envelope; None = it is the very one that was offered last."""
-        newest = self._board.newest_revision
-        is_same = (envelope.revision, envelope.digest) == (newest, self._board.newest_digest)
-        newer_than = newest - 1 if is_same else newest
+        key = envelope.revision, envelope.digest
+        newest = self._newest_known(envelope.pool_uid)
+        newer_than = newest[0] - 1 if key == newest else newest[0]
         snapshot = unseal(envelope, pool=self._pool, newer_than=newer_than, verify=self._verify)
-        return None if is_same else snapshot
+        return None if key == self._newest_offered() else snapshot
 
-    async def _start_from_disk(self) -> None:
-        """Offer the last good envelope, once: an old policy is better than none."""
-        if self._has_tried_disk or self._board.newest_revision:
-            return
-        self._has_tried_disk = True
+    def _newest_offered(self) -> tuple[int, str]:
+        return self._board.newest_revision, self._board.newest_digest
+
+    def _newest_known(self, pool_uid: str) -> tuple[int, str]:
+        """Return revision and digest of what was offered last, or, before that, of the disk's."""
+        if self._stored is not None and not self._board.newest_revision:
+            stored, _ = self._stored
+            # A recreated pool is another one, which counts anew.
+            if stored.pool_uid == pool_uid:
+                return stored.revision, stored.digest
+        return self._newest_offered()
+
+    async def _read_disk(self) -> tuple[Envelope, PolicySnapshot] | None:
+        """Return the last good envelope of an earlier run."""
         text = await asyncio.to_thread(self._state.read)
         if text is None:
-            return
+            return None
         try:
             envelope = Envelope.from_json(text)
             snapshot = unseal(envelope, pool=self._pool, newer_than=0, verify=self._verify)
         except EnvelopeRefusedError as error:
             _log.warning("the policy on disk is not used: %s: %s", error.reason, error)
+            return None
+        return envelope, snapshot
+
+    def _start_from_disk(self) -> None:
+        """Offer the disk's policy where Redis had none to offer: an old one is better than none."""
+        if self._stored is None or self._board.newest_revision:
             return
+        envelope, snapshot = self._stored
         _log.warning("starting from the policy on disk, revision %d", envelope.revision)
         self._board.offer(snapshot, revision=envelope.revision, digest=envelope.digest)
 

@@ -240,6 +240,45 @@ async def test_what_redis_holds_goes_before_the_disk(publisher: Publisher, tmp_p
         assert seen == [2]
 
 
+async def test_a_restart_does_not_go_back_when_redis_does(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    stored = publisher.envelope(SECOND, 8).to_json()
+    StateFile(tmp_path / "policy.json").write(stored)
+    publisher.publish(FIRST, 5)
+    async with a_follower(publisher, tmp_path) as follower:
+        await until(lambda: follower.revision, "a policy")
+        assert (follower.revision, follower.degraded) == (8, True)
+        assert follower.refused is not None
+        assert (follower.refused.reason, follower.refused.revision) == ("StaleRevision", 5)
+        assert follower.state.read() == stored
+        publisher.publish(FIRST, 9)
+        await until(lambda: follower.revision == 9, "revision 9")
+        assert not follower.degraded
+
+
+async def test_a_policy_that_is_on_disk_too_is_no_old_one(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    envelope = publisher.publish(FIRST, 5)
+    StateFile(tmp_path / "policy.json").write(envelope.to_json())
+    async with a_follower(publisher, tmp_path) as follower:
+        await until(lambda: follower.revision == 5, "revision 5")
+        assert not follower.degraded
+        assert follower.refused is None
+
+
+async def test_the_disk_of_a_pool_that_was_recreated_counts_for_nothing(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    earlier = replace(publisher, pool_uid="earlier").envelope(SECOND, 8)
+    StateFile(tmp_path / "policy.json").write(earlier.to_json())
+    publisher.publish(FIRST, 1)
+    async with a_follower(publisher, tmp_path) as follower:
+        await until(lambda: follower.revision, "a policy")
+        assert follower.revision == 1
+
+
 @pytest.mark.usefixtures("rare_polls")
 async def test_a_forged_policy_on_disk_is_not_used(publisher: Publisher, tmp_path: Path) -> None:
     StateFile(tmp_path / "policy.json").write(forged(publisher).to_json())

@@ -43,6 +43,7 @@ class Publisher:
     url: str
     pool: str = field(default_factory=lambda: f"serving/{uuid.uuid4().hex[:10]}")
     key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
+    pool_uid: str = "uid"
 
     @property
     def verify_key(self) -> str:
@@ -53,7 +54,7 @@ class Publisher:
         """Sign `policy` for this pool."""
         return seal(
             replace(policy, pool=self.pool),
-            pool_uid="uid",
+            pool_uid=self.pool_uid,
             revision=revision,
             issued_at="2026-01-01T00:00:00Z",
             sign=lambda message: base64.b64encode(self.key.sign(message)).decode(),
