@@ -71,6 +71,7 @@ def load_model(
         tensors = _map_tensors(origin / _WEIGHTS_FILE)
     else:
         raise ModelLoadError(path, "there is no such file or directory")
+    _check_vocabulary(path, config, tokenizer)
     tensors = {name: tensor.to(device=device, dtype=dtype) for name, tensor in tensors.items()}
     return LoadedModel(
         config=config, weights=from_tensors(config, tensors, origin), tokenizer=tokenizer
@@ -147,6 +148,16 @@ def _read_config(path: Path) -> LlamaConfig:
         return LlamaConfig(**json.loads(path.read_text())["llama"])
     except (OSError, ValueError, KeyError, TypeError, ModelConfigError) as error:
         raise ModelLoadError(path, f"can't be read: {error}") from error
+
+
+def _check_vocabulary(path: Path, config: LlamaConfig, tokenizer: Tokenizer) -> None:
+    # One prompt with a token that has no embedding would break the step of all others.
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelLoadError(
+            path,
+            f"its tokenizer's vocabulary has {tokenizer.vocab_size} tokens, the configuration"
+            f" says {config.vocab_size}",
+        )
 
 
 def _map_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -44,8 +44,8 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, special ones included."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        """One more than the largest token id, special ones included."""
+        return len(self._spellings)
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; the names of special tokens in it become those tokens."""

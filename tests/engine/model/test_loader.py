@@ -250,6 +250,20 @@ def test_a_hugging_face_directory_without_a_file_names_it(
         load_model(str(directory), cache)
 
 
+def test_a_tokenizer_with_tokens_that_have_no_embedding_is_refused(
+    tmp_path: Path, cache: Path
+) -> None:
+    small = dataclasses.replace(TINY, vocab_size=TINY.vocab_size - 1)
+    tensors = random_tensors(small)
+    file = write_gguf(tmp_path / "tiny.gguf", tensors, config=small)
+    directory = write_hf_directory(tmp_path / "hf", tensors, config=small)
+    problem = f"vocabulary has {TINY.vocab_size} tokens, the configuration says {small.vocab_size}"
+    for source in (file, directory):
+        with pytest.raises(ModelLoadError, match=problem) as caught:
+            load_model(str(source), cache)
+        assert caught.value.path == source
+
+
 def test_converted_weights_are_checked_too() -> None:
     tensors = assemble(TINY, TensorTable(random_tensors()))
     del tensors["layers.1.qkv"]
