@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack
@@ -144,7 +143,7 @@ class DevCluster:
                 network=network,
                 lifeline=lifeline,
                 allocatable=self._allocatable,
-                environment={"PATH": os.environ.get("PATH", os.defpath)},
+                progress=self._progress,
             )
         )
         self.proxy = await exits.enter_async_context(

@@ -10,6 +10,7 @@ machine's files.
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -20,12 +21,14 @@ from types import TracebackType
 
 import aiohttp
 
+from tidegate_devcluster import progress
 from tidegate_devcluster.api import Change, Json, KubernetesApi, Listing
 from tidegate_devcluster.container import timestamp
 from tidegate_devcluster.errors import ApiError
 from tidegate_devcluster.network import PodNetwork
 from tidegate_devcluster.pod import Node, Pod
 from tidegate_devcluster.processes import Lifeline
+from tidegate_devcluster.progress import Progress
 
 NODE_LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 LEASE_SECONDS = 40
@@ -71,7 +74,7 @@ class ProcessKubelet:
         lifeline: Lifeline,
         node_name: str = "devcluster",
         allocatable: Allocatable | None = None,
-        environment: Mapping[str, str] | None = None,
+        progress: Progress = progress.to_stderr,
     ) -> None:
         """Keeps logs under `root/logs`.
 
@@ -83,7 +86,7 @@ class ProcessKubelet:
             lifeline: Kills the pods' processes when this one is killed.
             node_name: Also the node's host name label.
             allocatable: What the scheduler may give away.
-            environment: Variables of every container; PATH, for example.
+            progress: Told what the API refuses of a pod's status.
         """
         self.host_address = network.host_address
         self.node_name = node_name
@@ -93,7 +96,7 @@ class ProcessKubelet:
         self._network = network
         self._lifeline = lifeline
         self._allocatable = allocatable or Allocatable()
-        self._environment = dict(environment or {})
+        self._progress = progress
         self._pods: dict[str, Pod] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._exits = AsyncExitStack()
@@ -106,11 +109,12 @@ class ProcessKubelet:
                 name=self.node_name,
                 root=self._root,
                 images=self._images,
-                environment=self._environment,
+                environment={"PATH": os.environ.get("PATH", os.defpath)},
                 api=self._api,
                 network=self._network,
                 lifeline=self._lifeline,
                 session=session,
+                tell=self._progress,
             )
             await self._register()
             exits.push_async_callback(self._stop_pods)

@@ -108,6 +108,7 @@ class BridgeNetwork:
             self.host_address = str(self._subnet[1])
             try:
                 self._add_bridge()
+                self._try_namespace()
             except NetworkError:
                 self.close()
                 raise
@@ -148,6 +149,12 @@ class BridgeNetwork:
             f"addr add {self.host_address}/24 dev {bridge}",
             f"link set {bridge} up",
         )
+
+    def _try_namespace(self) -> None:
+        """Makes a pod's namespace and removes it: root may lack the right to, as in a container."""
+        number = MOST_PODS + 1
+        self._add_namespace(self._name(number), str(self._subnet[number]))
+        _remove_namespace(self._name(number))
 
     def _add_namespace(self, name: str, ip: str) -> None:
         _ip_batch(

@@ -14,15 +14,24 @@ import aiohttp
 
 from tidegate_devcluster import pod_environment, pod_status
 from tidegate_devcluster.api import Json, KubernetesApi
-from tidegate_devcluster.container import Container, Launch, Surroundings, timestamp
+from tidegate_devcluster.container import (
+    Container,
+    ContainerState,
+    Launch,
+    Surroundings,
+    timestamp,
+)
 from tidegate_devcluster.errors import ApiError, NetworkError
 from tidegate_devcluster.network import PodNetwork, PodPlace
 from tidegate_devcluster.pod_environment import ContainerConfigError, Sources
 from tidegate_devcluster.processes import Lifeline
+from tidegate_devcluster.progress import Progress
 
 PORT_MAP_ANNOTATION = "devcluster.tidegate.io/port-map"
 RETRY_SECONDS = 0.5
 NOT_FOUND, CONFLICT = 404, 409
+# The server understood and will never take it.
+REFUSED = frozenset({400, 422})
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Node:
         root: Folder of logs (`logs/NAMESPACE/POD/CONTAINER.log`) and of the pods' own folders.
         images: Command line by image name.
         environment: Variables of every container, under its own.
+        tell: Told what the API refuses.
     """
 
     name: str
@@ -43,6 +53,7 @@ class Node:
     network: PodNetwork
     lifeline: Lifeline
     session: aiohttp.ClientSession
+    tell: Progress
 
 
 class Pod:
@@ -100,8 +111,10 @@ class Pod:
             for port in container.get("ports", ())
         ]
         while not self._ending.is_set():
-            with suppress(NetworkError):
+            try:
                 return await self._node.network.attach(ports)
+            except NetworkError as error:
+                await self._write(self._status_without_place(str(error)))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), RETRY_SECONDS)
         return None
@@ -195,10 +208,20 @@ class Pod:
     async def _write_once(self) -> None:
         if self.place is None:
             return
-        status = self._status(self.place)
+        await self._write(self._status(self.place))
+
+    async def _write(self, status: Json) -> None:
         if status != self._written:
             await self._send(f"{self._path}/status", {"status": status})
             self._written = status
+
+    def _status_without_place(self, message: str) -> Json:
+        waiting = {"waiting": {"reason": "ContainerCreating", "message": message}}
+        states = [
+            ContainerState(spec["name"], spec["image"], state=waiting)
+            for spec in self._pod["spec"]["containers"]
+        ]
+        return {"phase": "Pending", "containerStatuses": [state.to_json() for state in states]}
 
     def _status(self, place: PodPlace) -> Json:
         host = self._node.network.host_address
@@ -216,12 +239,18 @@ class Pod:
         }
 
     async def _send(self, path: str, body: Json) -> None:
-        """Patches this very pod; another one of its name is left alone."""
+        """Patches this very pod; another one of its name is left alone.
+
+        Tries again whatever may pass, and gives up, telling it, on what the API refuses.
+        """
         body = {**body, "metadata": {**body.get("metadata", {}), "uid": self.uid}}
         while not self._is_gone:
             try:
                 await self._node.api.patch(path, body)
             except ApiError as error:
+                if error.status in REFUSED:
+                    self._node.tell(f"kubelet: {error}")
+                    return
                 if error.status in {NOT_FOUND, CONFLICT}:
                     return
             except (aiohttp.ClientError, TimeoutError):

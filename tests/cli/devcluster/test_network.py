@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -112,6 +113,27 @@ def test_without_root_there_is_no_bridge(monkeypatch: pytest.MonkeyPatch) -> Non
 
     with pytest.raises(NetworkError, match="root"):
         BridgeNetwork(Lifeline())
+
+
+@needs_root
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="takes a right away")
+def test_root_without_the_right_to_make_namespaces_gets_no_bridge() -> None:
+    program = (
+        "from tidegate_devcluster.errors import NetworkError\n"
+        "from tidegate_devcluster.network import BridgeNetwork\n"
+        "from tidegate_devcluster.processes import Lifeline\n"
+        "with Lifeline() as lifeline:\n"
+        "    try:\n"
+        "        BridgeNetwork(lifeline)\n"
+        "    except NetworkError as error:\n"
+        "        print(error)\n"
+    )
+    command = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        told, _ = owner.communicate(timeout=30)
+
+    assert "netns add" in told
+    assert f"tg{owner.pid:06x}" not in links()
 
 
 async def test_pods_on_loopback_get_ports_of_their_own() -> None:
