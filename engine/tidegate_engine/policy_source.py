@@ -1,9 +1,9 @@
 """Where policies come from: Redis, and the disk while Redis is away.
 
 Correct by level, fast by edge: the envelope in Redis is read at the start, on every wake-up, after
-every reconnect and every few seconds anyway, so that a lost message only costs time. A restart
-doesn't go back: what Redis holds has to be at least as new as what the disk holds of the same pool. Redis may be
-away for as long as it likes: the policy in force stays in force, and the engine says `degraded`.
+every reconnect and every few seconds anyway, so that a lost message only costs time. Redis
+may be away for as long as it likes: the policy in force stays in force, and the engine says
+`degraded`. A restart doesn't go back: of the same pool, nothing older than the disk's is taken.
 """
 
 import asyncio

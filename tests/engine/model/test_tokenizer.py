@@ -4,6 +4,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.model.loader import LoadedModel
@@ -94,6 +96,13 @@ def test_a_saved_tokenizer_is_the_same_when_loaded(tmp_path: Path) -> None:
     assert loaded.render_chat(CHAT) == TINY.render_chat(CHAT)
     assert loaded.eos_token_ids == TINY.eos_token_ids
     assert loaded.vocab_size == len(VOCABULARY)
+
+
+def test_ids_that_stand_for_nothing_count_where_larger_ones_do() -> None:
+    sparse = Backend(models.BPE({"a": 0, "b": 7}, []))
+    tokenizer = Tokenizer(sparse, chat_template=None, eos_token_ids=frozenset())
+    assert tokenizer.vocab_size == 8
+    assert tokenizer.decode([0, 3, 7]) == "ab"
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat.json"])
