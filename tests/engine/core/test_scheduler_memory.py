@@ -24,18 +24,18 @@ def test_nominal_blocks_are_there_when_their_owner_comes() -> None:
 
 
 def test_looking_at_the_numbers_changes_no_decision() -> None:
-    def preempted(*, is_watched: bool) -> list[tuple[str, ...]]:
-        policy = a_snapshot(watermarks=WatermarkRule(low_percent=50, high_percent=70))
+    def preempted(steps: int, *, is_watched: bool) -> list[tuple[str, ...]]:
+        policy = a_snapshot(watermarks=WatermarkRule(low_percent=30, high_percent=70))
         run = a_run(policy, blocks=20)
-        run.submit(*(a_request(prompt=12, output=9, request_id=f"r{n}") for n in range(3)))
-        while run.scheduler.stats().kv_used_blocks < 14 if is_watched else len(run.plans) < 6:
-            run.step()
+        run.submit(*(a_request(prompt=4, output=20, request_id=f"r{n}") for n in range(3)))
+        run.steps(steps)
         if is_watched:
             run.scheduler.stats()
         run.scheduler.cancel("r0", 0.0)
         return [run.step().preempted for _ in range(4)]
 
-    assert preempted(is_watched=True) == preempted(is_watched=False)
+    for steps in range(10, 18):
+        assert preempted(steps, is_watched=True) == preempted(steps, is_watched=False)
 
 
 def test_above_the_low_watermark_only_nominal_gets_in() -> None:
@@ -131,6 +131,7 @@ def test_a_request_cut_off_by_a_raised_nominal_ends_with_length() -> None:
     run.drain()
     assert run.finished == {"r": FinishReason.LENGTH}
     assert len(run.outputs["r"]) < 36
+    assert run.scheduler.stats().tenants["a"].preempted == 0
 
 
 def test_a_queued_prompt_that_a_policy_made_too_large_does_not_block_the_queue() -> None:
@@ -147,7 +148,8 @@ def test_a_queued_prompt_that_a_policy_made_too_large_does_not_block_the_queue()
 def test_what_a_policy_made_too_large_ends_also_beside_busy_neighbours() -> None:
     tenants = [a_tenant("a"), a_tenant("c")]
     run = a_run(a_snapshot(*tenants, a_tenant("b"), watermarks=WIDE), blocks=10, max_num_seqs=2)
-    run.submit(*(a_request("b", output=8) for _ in range(9)))
+    # Of different lengths, so that the batch is never empty.
+    run.submit(*(a_request("b", output=5 + 3 * (n % 2)) for n in range(20)))
     run.step()
     run.submit(a_request("a", prompt=30, request_id="large"), a_request("c", request_id="small"))
     policy = a_snapshot(*tenants, a_tenant("b", kv_nominal_percent=70), watermarks=WIDE)
@@ -173,6 +175,18 @@ def test_a_large_borrower_runs_beside_tenants_that_are_always_busy_within_their_
         run.submit(*(a_request("gold", prompt=12, output=8) for _ in range(5 - gold.running)))
         run.step()
     assert {"large", *(f"s{n}" for n in range(5))} <= set(run.finished)
+    assert run.scheduler.stats().tenants["batch"].preempted == 0
+
+
+def test_the_only_borrower_is_not_thrown_out_to_come_back_at_once() -> None:
+    policy = a_snapshot(
+        a_tenant("gold", kv_nominal_percent=50),
+        a_tenant("batch"),
+        watermarks=WatermarkRule(low_percent=60, high_percent=70),
+    )
+    run = a_run(policy, blocks=20)
+    run.submit(a_request("batch", prompt=28, output=12), a_request("gold", prompt=24, output=14))
+    run.drain()
     assert run.scheduler.stats().tenants["batch"].preempted == 0
 
 
