@@ -132,12 +132,12 @@ class KubeApi:
 
         Args:
             model: Its kind.
-            metadata: `name`, `namespace` where it has one, and `uid`: an object of the same name
-                that was created later is not touched.
+            metadata: `name`, and `namespace` where it has one. The API server checks no uid here:
+                an object that took the name just now gets the status, until a sweep notices.
             status: JSON.
 
         Raises:
-            ApiError: 404 or 409 when the object is gone.
+            ApiError: With status 404 when there is no such object.
         """
         watched = next(kind for kind in CUSTOM if kind.model is model)
         path = f"{watched.path(metadata.get('namespace'))}/{quote(metadata['name'])}/status"

@@ -58,7 +58,7 @@ class Reporter:
 
     def report_all(self) -> None:
         """Have every status of pools and policies compared."""
-        for key in self._pools.records:
+        for key in {*self._pools.records, *self._pools.view.policies_by_pool}:
             self.report(key, None)
 
     def set_heard(self) -> None:

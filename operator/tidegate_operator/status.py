@@ -12,7 +12,7 @@ from tidegate_operator.kube import ApiError
 from tidegate_operator.metrics import Metrics
 from tidegate_operator.planner import StatusUpdate
 from tidegate_operator.resources import Resource
-from tidegate_operator.verdicts import Json
+from tidegate_operator.verdicts import ConditionType, Json
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,8 +22,9 @@ HOLD_SECONDS = 0.3
 WRITERS = 8
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 
-_GONE = (404, 409)
+_GONE = 404
 _REFUSED = (400, 422)
+_OWN_CONDITIONS = frozenset(ConditionType)
 
 
 class StatusApi(Protocol):
@@ -96,7 +97,11 @@ class StatusWriter:
         self._written_since_sweep.clear()
 
     def observe(self, uid: str, status: Json) -> bool:
-        """Take in the status as a list tells it; tell whether somebody else changed it."""
+        """Take in the status as a list tells it; tell whether somebody else changed it.
+
+        Conditions that others added are theirs, and no difference.
+        """
+        status = _own(status)
         if uid in self._written_since_sweep or uid in self._writing:
             return False
         is_foreign = uid in self._stored and self._stored[uid] != status
@@ -147,14 +152,14 @@ class StatusWriter:
     async def _write(self, pending: _Pending) -> None:
         update = pending.update
         kind = update.model.definition.kind
-        metadata = {"name": update.name, "uid": update.uid}
+        metadata = {"name": update.name}
         if update.namespace:
             metadata["namespace"] = update.namespace
         try:
             await self._api.apply_status(update.model, metadata, update.status)
         except ApiError as error:
             self._metrics.status_writes.labels(kind, str(error.status)).inc()
-            if error.status in _GONE:
+            if error.status == _GONE:
                 self.forget(update.uid)
             elif error.status in _REFUSED:
                 _LOG.error("a status was refused: %s", error)
@@ -179,6 +184,11 @@ class StatusWriter:
         if uid not in self._pending:
             due = asyncio.get_running_loop().time() + pause
             self._pending[uid] = replace(pending, due=due, failures=pending.failures + 1)
+
+
+def _own(status: Json) -> Json:
+    conditions = [c for c in status.get("conditions", ()) if c.get("type") in _OWN_CONDITIONS]
+    return status | {"conditions": conditions} if "conditions" in status else status
 
 
 def _rank(pending: _Pending) -> tuple[bool, bool, int]:

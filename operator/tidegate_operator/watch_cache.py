@@ -155,9 +155,14 @@ class WatchCache:
                 and pool.spec.selector.matches(value.labels)
             )
         if watched.model is PriorityTier:
-            return frozenset(pool.key for pool in self._entries.get(POOLS, {}).values())
-        policies = self._policies.get(entry.key if watched is NAMESPACES else entry.namespace, {})
-        return frozenset(key for policy in policies.values() for key in pool_keys(policy))
+            pools = {pool.key for pool in self._entries.get(POOLS, {}).values()}
+            # A policy is told of its tier even while there is no pool for it.
+            return frozenset(pools).union(*map(self._pools_named_in, self._policies))
+        return self._pools_named_in(entry.key if watched is NAMESPACES else entry.namespace)
+
+    def _pools_named_in(self, namespace: str) -> frozenset[str]:
+        policies = self._policies.get(namespace, {}).values()
+        return frozenset(key for policy in policies for key in pool_keys(policy))
 
     def _index_policy(self, entry: _Entry) -> None:
         self._policies.get(entry.namespace, {}).pop(entry.uid, None)

@@ -20,6 +20,7 @@ from tidegate_testing.operator_process import (
     a_policy,
     a_pool,
     apply,
+    change_status,
     make_ready,
     read,
     running_operator,
@@ -101,6 +102,42 @@ def test_settled_cluster_gets_no_writes_and_a_restart_none_either(
         kubectl("delete", "tp", "other", "-n", namespace, check=True)
         assert versions() == settled
     assert engines[0].revision == revision
+
+
+def test_sweeps_write_nothing_at_rest_even_beside_the_condition_of_somebody_else(
+    kubectl: Kubectl, namespace: str, setup: OperatorSetup, engines: list[ReportingEngine]
+) -> None:
+    def versions() -> list[str]:
+        found = [read(kubectl, "tp", "one", namespace), read(kubectl, "epool", "chat", namespace)]
+        return [item["metadata"]["resourceVersion"] for item in found]
+
+    foreign = {
+        "type": "example.com/Audited",
+        "status": "True",
+        "reason": "Audited",
+        "message": "",
+        "lastTransitionTime": "2026-01-01T00:00:00Z",
+    }
+    with running_operator(replace(setup, sweep_seconds=1.0)):
+        elsewhere = a_policy("other", poolRefs=[{"name": "elsewhere"}])
+        apply(kubectl, namespace, a_policy("one"), elsewhere)
+        wait_for_conditions(kubectl, "tp", "one", namespace, Ready="Ready")
+        wait_for_conditions(kubectl, "tp", "other", namespace, Ready="PoolNotFound")
+        wait_for_conditions(kubectl, "epool", "chat", namespace, Ready="Ready")
+        wait_until(lambda: "usage" in read(kubectl, "epool", "chat", namespace)["status"])
+        for kind, name in (("tp", "one"), ("epool", "chat")):
+            add = {"op": "add", "path": "/status/conditions/0", "value": foreign}
+            change_status(kubectl, kind, name, namespace, add)
+        settled = versions()
+        for _ in range(2):
+            # That a sweep repairs what it should shows that one has passed.
+            spoil = {"op": "replace", "path": "/status/tenant", "value": "spoilt"}
+            change_status(kubectl, "tp", "other", namespace, spoil)
+            wait_until(
+                lambda: read(kubectl, "tp", "other", namespace)["status"]["tenant"] != "spoilt"
+            )
+        assert versions() == settled
+    assert engines[0].revision == engines[1].revision
 
 
 def test_operator_ends_at_once_when_told_to(

@@ -137,10 +137,9 @@ async def test_writes_keep_to_the_budget() -> None:
         assert asyncio.get_running_loop().time() - started >= 0.45
 
 
-@pytest.mark.parametrize("status", [404, 409])
-async def test_object_that_is_gone_is_forgotten(status: int) -> None:
+async def test_object_that_is_gone_is_forgotten() -> None:
     api = RecordingApi()
-    api.failures = [ApiError(status, "PATCH", "gone")]
+    api.failures = [ApiError(404, "PATCH", "gone")]
     writer = a_writer(api)
     async with running(writer):
         writer.submit(an_update("a"))
@@ -150,7 +149,14 @@ async def test_object_that_is_gone_is_forgotten(status: int) -> None:
     assert [name for name, _ in api.writes] == ["b"]
 
 
-@pytest.mark.parametrize("failure", [ApiError(503, "PATCH", "busy"), ConnectionError("reset")])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ApiError(503, "PATCH", "busy"),
+        ApiError(409, "PATCH", "the object has been modified"),
+        ConnectionError("reset"),
+    ],
+)
 async def test_failed_write_is_tried_again(failure: Exception) -> None:
     api = RecordingApi()
     api.failures = [failure]
@@ -167,6 +173,21 @@ async def test_change_by_somebody_else_is_noticed_by_a_sweep() -> None:
     assert not writer.observe("uid-a", an_update(value=1).status)
     assert writer.observe("uid-a", {})
     assert writer.known("uid-a") == {}
+
+
+async def test_condition_of_somebody_else_is_no_change() -> None:
+    api = RecordingApi()
+    writer = a_writer(api)
+    foreign = {"type": "example.com/Audited", "status": "True"}
+    listed = an_update("a").status
+    listed = listed | {"conditions": [foreign, *listed["conditions"]]}
+    writer.observe("uid-a", an_update("a").status)
+    assert not writer.observe("uid-a", listed)
+    async with running(writer):
+        writer.submit(an_update("a"))
+        writer.submit(an_update("b"))
+        await api.wait_for(1)
+    assert [name for name, _ in api.writes] == ["b"]
 
 
 async def test_list_asked_for_before_a_write_does_not_undo_it() -> None:

@@ -109,6 +109,12 @@ def test_change_affects_the_pools_that_may_depend_on_it(
     assert cache.remove(watched, raw["metadata"]["uid"]) is None
 
 
+def test_tier_affects_policies_whose_pool_does_not_exist(cache: WatchCache) -> None:
+    cache.put(POLICIES, a_raw_policy("early", pool="absent"))
+    affected = cache.put(TIERS, a_raw("gold", "", spec={}))
+    assert affected == frozenset({"team/chat", "team/code", "team/absent"})
+
+
 def test_pod_matters_only_when_its_readiness_changes(cache: WatchCache) -> None:
     cache.put(PODS, a_raw_pod())
     assert cache.put(PODS, a_raw_pod(version=2)) is None

@@ -31,6 +31,7 @@ class OperatorSetup:
     redis_url: str
     directory: Path
     namespaces: tuple[str, ...] = ()
+    sweep_seconds: float = 60.0
 
     @property
     def public_key(self) -> str:
@@ -47,6 +48,7 @@ class OperatorSetup:
             "TIDEGATE_OPERATOR_REDIS_URL": self.redis_url,
             "TIDEGATE_OPERATOR_SIGNING_KEY_FILE": str(self.directory / "signing-key.pem"),
             "TIDEGATE_OPERATOR_NAMESPACES": ",".join(self.namespaces),
+            "TIDEGATE_OPERATOR_SWEEP_SECONDS": str(self.sweep_seconds),
             "TIDEGATE_OPERATOR_USAGE_SECONDS": "1",
         }
 
@@ -183,6 +185,14 @@ def a_key_secret(name: str, **keys: str) -> Manifest:
         "metadata": {"name": name, "labels": {"tidegate.io/api-keys": "true"}},
         "data": {key: base64.b64encode(text.encode()).decode() for key, text in keys.items()},
     }
+
+
+def change_status(
+    kubectl: Kubectl, kind: str, name: str, namespace: str, *operations: Mapping[str, Any]
+) -> None:
+    """Change a status as somebody else, by the operations of a JSON patch."""
+    where = ["-n", namespace, "--subresource=status", "--type=json"]
+    kubectl("patch", kind, name, *where, "-p", json.dumps(operations), check=True)
 
 
 def make_ready(kubectl: Kubectl, namespace: str, pod: str) -> None:
