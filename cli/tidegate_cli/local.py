@@ -265,6 +265,7 @@ class LocalTidegate:
             signing_key_file=signing_key_file,
             log=self.work_folder / "operator.log",
             lifeline=self._lifeline,
+            hosts=[self.cluster.kubelet.host_address],
         )
         # At the end nothing is worth the seconds that a graceful stop takes.
         exits.push_async_callback(self.operator.stop, kill=True)

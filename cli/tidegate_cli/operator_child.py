@@ -1,9 +1,12 @@
 """The operator as a child of this command: started, stopped and killed at will."""
 
 import asyncio
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from tidegate_cli.proxies import without_proxy
 from tidegate_devcluster.processes import Child, Lifeline, free_port
 
 _GRACE_SECONDS = 15.0
@@ -25,12 +28,15 @@ class OperatorChild:
         signing_key_file: Path,
         log: Path,
         lifeline: Lifeline,
+        hosts: Sequence[str] = (),
     ) -> None:
+        """Start nothing yet; `hosts` are on this machine, so no proxy leads to them."""
         self.metrics_port = free_port()
         self.log = log
         self._lifeline = lifeline
         self._child: Child | None = None
         self._environment = {
+            **without_proxy(os.environ, hosts),
             "TIDEGATE_OPERATOR_KUBECONFIG": str(kubeconfig),
             "TIDEGATE_OPERATOR_REDIS_URL": redis_url,
             "TIDEGATE_OPERATOR_SIGNING_KEY_FILE": str(signing_key_file),

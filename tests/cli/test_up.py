@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,12 +52,13 @@ class Command:
 
 
 @contextmanager
-def running_up() -> Iterator[Command]:
+def running_up(environment: Mapping[str, str] | None = None) -> Iterator[Command]:
     with subprocess.Popen(
         [sys.executable, "-m", "tidegate_cli", "up", "--simulated"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        env={**os.environ, **(environment or {})},
     ) as process:
         try:
             yield Command(process)
@@ -85,7 +86,9 @@ def assert_nothing_is_left(pid: int, descendants: list[psutil.Process], folder: 
 
 
 def test_what_is_printed_works_and_ctrl_c_stops_everything() -> None:
-    with running_up() as command:
+    # Nothing here needs a proxy: where one is named, it isn't asked.
+    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:1")
+    with running_up({**proxies, "NO_PROXY": "", "no_proxy": ""}) as command:
         command.read_until("Ctrl-C stops everything")
         folder = Path(command.line(r"^Logs are in (\S+)\."))
         api, key = command.line(r"^  (http\S+/v1)$"), command.line(r"^  key of gold: (\S+)$")
