@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from redis.asyncio import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from tidegate_policies.wire import (
@@ -21,6 +22,12 @@ _LOG = logging.getLogger(__name__)
 MAX_RETIRED = 8
 RECONNECT_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
 POLL_SECONDS = 1.0
+
+QUIET_SECONDS = 3.0
+"""After so long without a message Redis is asked for a word ..."""
+
+DEAF_SECONDS = 10.0
+"""... and after so long the connection is dead, though nothing closed it; redis-py never looks."""
 
 _LAST_REPORTS = report_key("*", "*")
 
@@ -121,10 +128,21 @@ class ReportListener:
             # Subscribed first, read second: a report in between is seen twice rather than never.
             await self._read_last_reports()
             self._set_connected(connected=True)
-            while True:
-                message = await pubsub.get_message(timeout=POLL_SECONDS)
-                if message is not None:
+            await self._follow(pubsub)
+
+    async def _follow(self, pubsub: Any) -> None:  # noqa: ANN401
+        loop = asyncio.get_running_loop()
+        heard_at = loop.time()
+        while True:
+            message = await pubsub.get_message(timeout=POLL_SECONDS)
+            if message is not None:
+                heard_at = loop.time()
+                if message["type"] == "pmessage":
                     self._take(message["data"])
+            elif (silence := loop.time() - heard_at) > DEAF_SECONDS:
+                raise RedisConnectionError(f"nothing was heard for {silence:.0f} s")
+            elif silence > QUIET_SECONDS:
+                await pubsub.ping()
 
     async def _read_last_reports(self) -> None:
         keys = [key async for key in self._redis.scan_iter(match=_LAST_REPORTS, count=1000)]
