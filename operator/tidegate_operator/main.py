@@ -128,7 +128,7 @@ class Operator:
             self._reconciler.mark(self._cache.put(watched, raw))
 
     def _watch_age_seconds(self) -> float:
-        return time.monotonic() - self._seen_at
+        return time.monotonic() - max(self._seen_at, self._sweeper.listed_at)
 
 
 async def run_operator(settings: Settings, sign: Sign) -> None:

@@ -43,7 +43,7 @@ class Metrics:
         )
         self._watch_age = Gauge(
             "tidegate_watch_age_seconds",
-            "Time since the API server last told or listed anything.",
+            "Time since the API server last told of an object or listed all of them.",
             registry=self.registry,
         )
 

@@ -187,7 +187,7 @@ def _engine_counts(engines: Engines, revision: int) -> Json:
             "summary": f"{len(engines.ready)}/{engines.total}",
         }
     }
-    if blocks := sum(report.kv_blocks for report in engines.reports.values()):
+    if blocks := sum(report.kv_blocks for report in engines.ready_reports):
         counts["capacity"] = {"kvBlocks": blocks}
     if laggards := engines.lagging(revision):
         counts["laggards"] = list(laggards[:MAX_NAMED])
@@ -209,12 +209,14 @@ def plan_invalid_status(invalid: InvalidObject, *, known: Json, now: datetime) -
     verdicts = [accepted([Flaw(Reason.INVALID, invalid.problem)])]
     verdicts.append(ready(verdicts))
     metadata = invalid.metadata
+    # The pool is as it was to its engines and to `/scale`, and its revision must not be forgotten.
+    kept = {name: known[name] for name in ("policy", "replicas", "selector") if name in known}
     return StatusUpdate(
         model=invalid.model,
         namespace=metadata.namespace,
         name=metadata.name,
         uid=metadata.uid,
-        status=_common(known, verdicts, generation=metadata.generation, now=now),
+        status=_common(known, verdicts, generation=metadata.generation, now=now) | kept,
     )
 
 

@@ -55,6 +55,11 @@ class Engines:
         return tuple(pod.name for pod in self.pods if pod.is_ready)
 
     @property
+    def ready_reports(self) -> tuple[EngineReport, ...]:
+        """The fresh reports of the ready pods."""
+        return tuple(self.reports[name] for name in self.ready if name in self.reports)
+
+    @property
     def total(self) -> int:
         """How many pods there are, without those that are on their way out."""
         return sum(1 for pod in self.pods if not pod.is_terminating)

@@ -178,7 +178,9 @@ class Reconciler:
         while True:
             now = asyncio.get_running_loop().time()
             for key, record in list(self._pools.records.items()):
-                activity = record.meter.sample(self._book.reports(key).values(), now=now)
+                state = self._pools.state(key)
+                reports = state.engines.ready_reports if state is not None else ()
+                activity = record.meter.sample(reports, now=now)
                 if activity is not None and activity != record.activity:
                     changed = _policies_with_news(record, activity)
                     record.activity = activity

@@ -20,6 +20,10 @@ from tidegate_policies.wire import (
 _LOG = logging.getLogger(__name__)
 
 MAX_RETIRED = 8
+
+RETIRED_SECONDS = 600.0
+"""No message of a replaced incarnation arrives so late; then it need not be remembered."""
+
 RECONNECT_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0)
 POLL_SECONDS = 1.0
 
@@ -42,7 +46,7 @@ class ReportBook:
     def __init__(self, *, expiry_seconds: float = REPORT_EXPIRY_SECONDS) -> None:
         self._expiry_seconds = expiry_seconds
         self._pools: dict[str, dict[str, tuple[EngineReport, float]]] = {}
-        self._retired: dict[tuple[str, str], list[str]] = {}
+        self._retired: dict[tuple[str, str], tuple[list[str], float]] = {}
 
     def accept(self, report: EngineReport, *, now: float) -> bool:
         """Take in a report; tell whether it says something that status should show at once.
@@ -53,20 +57,25 @@ class ReportBook:
         """
         engines = self._pools.setdefault(report.pool, {})
         known, _ = engines.get(report.pod, (None, 0.0))
-        retired = self._retired.setdefault((report.pool, report.pod), [])
+        retired, _ = self._retired.get((report.pool, report.pod), ([], 0.0))
         if report.incarnation in retired:
             return False
         if known is not None and known.incarnation == report.incarnation:
             if report.sequence <= known.sequence:
                 return False
         elif known is not None:
-            retired.append(known.incarnation)
-            del retired[:-MAX_RETIRED]
+            latest = [*retired, known.incarnation][-MAX_RETIRED:]
+            self._retired[report.pool, report.pod] = (latest, now)
         engines[report.pod] = (report, now)
         return known is None or _acknowledgement(known) != _acknowledgement(report)
 
     def expire(self, *, now: float) -> frozenset[str]:
         """Forget engines that were silent for too long; returns their pools."""
+        self._retired = {
+            engine: (incarnations, at)
+            for engine, (incarnations, at) in self._retired.items()
+            if now - at <= RETIRED_SECONDS
+        }
         affected = set()
         for pool, engines in self._pools.items():
             silent = [pod for pod, (_, at) in engines.items() if now - at > self._expiry_seconds]

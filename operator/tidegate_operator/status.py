@@ -55,12 +55,14 @@ class StatusWriter:
         Args:
             api: Owned by the caller.
             metrics: Counts the writes.
-            writes_per_second: On average; as many may be written at once after a rest.
+            writes_per_second: On average; as many, but at least one, may be written at once after
+                a rest.
         """
         self._api = api
         self._metrics = metrics
         self._rate = writes_per_second
-        self._tokens = writes_per_second
+        self._burst = max(1.0, writes_per_second)
+        self._tokens = self._burst
         self._refilled = 0.0
         self._stored: dict[str, Json] = {}
         self._pending: dict[str, _Pending] = {}
@@ -145,7 +147,7 @@ class StatusWriter:
 
     def _refill(self, now: float) -> float:
         """Return the seconds until a write is within the budget; 0 for now."""
-        self._tokens = min(self._rate, self._tokens + (now - self._refilled) * self._rate)
+        self._tokens = min(self._burst, self._tokens + (now - self._refilled) * self._rate)
         self._refilled = now
         return 0.0 if self._tokens >= 1.0 else (1.0 - self._tokens) / self._rate
 

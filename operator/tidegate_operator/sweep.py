@@ -5,11 +5,12 @@ A watch that was down never reports what was deleted meanwhile; only a list show
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 import aiohttp
 
-from tidegate_operator.kube import CUSTOM, WATCHED, ApiError, KubeApi
+from tidegate_operator.kube import CUSTOM, WATCHED, ApiError, KubeApi, Watched
 from tidegate_operator.reconciler import Reconciler
 from tidegate_operator.status import StatusWriter
 from tidegate_operator.watch_cache import WatchCache
@@ -20,6 +21,8 @@ SETTLE_SECONDS = 1.0
 """A watch that lists anew tells of every object: one sweep after the last of them is enough."""
 
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
+
+_LIST_ERRORS = (ApiError, aiohttp.ClientError, OSError, TimeoutError)
 
 
 class MissingKindError(Exception):
@@ -38,7 +41,11 @@ class MissingKindError(Exception):
 
 
 class Sweeper:
-    """Makes the cache equal to what the API server lists, at times and on request."""
+    """Makes the cache equal to what the API server lists, at times and on request.
+
+    Attributes:
+        listed_at: When everything was last listed, by the monotonic clock; the start at first.
+    """
 
     def __init__(
         self,
@@ -57,6 +64,7 @@ class Sweeper:
         self._namespaces = namespaces
         self._interval_seconds = interval_seconds
         self._requested = asyncio.Event()
+        self.listed_at = time.monotonic()
 
     def request(self) -> None:
         """Ask for a sweep soon."""
@@ -85,7 +93,7 @@ class Sweeper:
             await self._wait()
             try:
                 await self.sweep()
-            except (ApiError, aiohttp.ClientError, OSError, TimeoutError) as error:
+            except _LIST_ERRORS as error:
                 failures = await self._back_off(failures, error)
                 self._requested.set()
             else:
@@ -95,23 +103,40 @@ class Sweeper:
         """List everything once.
 
         Raises:
-            ApiError: The API server refused a list; what was listed before it is taken in.
+            ApiError: The API server refused a list; all that it didn't refuse is taken in. Like
+                the others, the first of those that occurred.
+            aiohttp.ClientError: The connection failed.
+            OSError: Likewise.
+            TimeoutError: Likewise.
         """
         self._writer.begin_sweep()
         is_foreign = False
+        errors: list[Exception] = []
         for watched in WATCHED:
-            before = self._cache.begin_sweep(watched)
-            listed = await self._api.list_objects(watched, self._namespaces)
-            if watched in CUSTOM:
-                for raw in listed:
-                    status = raw.get("status") or {}
-                    is_foreign |= self._writer.observe(raw["metadata"]["uid"], status)
-                present = {raw["metadata"]["uid"] for raw in listed}
-                for uid in before - present:
-                    self._writer.forget(uid)
-            self._reconciler.mark(self._cache.end_sweep(watched, before, listed))
+            try:
+                is_foreign |= await self._sweep_kind(watched)
+            except _LIST_ERRORS as error:
+                errors.append(error)
         if is_foreign:
             self._reconciler.report_all()
+        if errors:
+            raise errors[0]
+        self.listed_at = time.monotonic()
+
+    async def _sweep_kind(self, watched: Watched) -> bool:
+        """List one kind; tell whether somebody else changed a status."""
+        before = self._cache.begin_sweep(watched)
+        listed = await self._api.list_objects(watched, self._namespaces)
+        is_foreign = False
+        if watched in CUSTOM:
+            for raw in listed:
+                status = raw.get("status") or {}
+                is_foreign |= self._writer.observe(raw["metadata"]["uid"], status)
+            present = {raw["metadata"]["uid"] for raw in listed}
+            for uid in before - present:
+                self._writer.forget(uid)
+        self._reconciler.mark(self._cache.end_sweep(watched, before, listed))
+        return is_foreign
 
     async def _wait(self) -> None:
         try:

@@ -53,7 +53,7 @@ class UsageMeter:
         """Close the window that began with the last call; None for the first call.
 
         Args:
-            reports: The fresh reports of the pool's engines.
+            reports: The fresh reports of the pool's ready engines.
             now: Seconds of a clock that never goes back.
         """
         reports = list(reports)

@@ -51,16 +51,25 @@ class WatchCache:
         self._policies: dict[str, dict[str, TenantPolicy]] = {}
         self._view: ClusterView | None = None
         self._gone_since_sweep: set[str] = set()
+        self._told_since_sweep: set[str] = set()
 
     def put(self, watched: Watched, raw: Raw) -> frozenset[str] | None:
-        """Take in an object as an event or a list tells it; what is older than known is ignored."""
-        entries = self._entries.setdefault(watched, {})
+        """Take in an object as an event tells it; what is older than known is ignored."""
         uid = raw["metadata"].get("uid", "")
-        known = entries.get(uid)
+        self._told_since_sweep.add(uid)
+        known = self._entries.get(watched, {}).get(uid)
         if known is not None and _is_older(_version(raw), known.version):
             return None
-        if known is not None and _is_same(watched, known, raw):
-            known.version = _version(raw)
+        return self._take(watched, raw)
+
+    def _take(self, watched: Watched, raw: Raw) -> frozenset[str] | None:
+        entries = self._entries.setdefault(watched, {})
+        uid = raw["metadata"].get("uid", "")
+        known, version = entries.get(uid), _version(raw)
+        # Generations tell nothing when an older state of the cluster was restored.
+        is_restored = known is not None and _is_older(version, known.version)
+        if known is not None and not is_restored and _is_same(watched, known, raw):
+            known.version = version
             return None
         entry = _Entry(raw, _read(watched, raw))
         entries[uid] = entry
@@ -85,6 +94,7 @@ class WatchCache:
     def begin_sweep(self, watched: Watched) -> frozenset[str]:
         """Return the uids known before a list is asked for, to be given to `end_sweep`."""
         self._gone_since_sweep.clear()
+        self._told_since_sweep.clear()
         return frozenset(self._entries.get(watched, {}))
 
     def end_sweep(
@@ -93,16 +103,19 @@ class WatchCache:
         """Make the cache equal to a list, as far as the list can know.
 
         An object that appeared while the list was under way stays; one that a watch reported
-        deleted meanwhile stays deleted.
+        deleted meanwhile stays deleted. What no watch told of meanwhile is as the list says, even
+        where that is older: the cluster may have been restored.
         """
         affected: frozenset[str] | None = None
         present = set()
         gone_meanwhile = frozenset(self._gone_since_sweep)
+        told_meanwhile = frozenset(self._told_since_sweep)
         for raw in listed:
             uid = raw["metadata"].get("uid", "")
             present.add(uid)
             if uid not in gone_meanwhile:
-                affected = _union(affected, self.put(watched, raw))
+                take = self.put if uid in told_meanwhile else self._take
+                affected = _union(affected, take(watched, raw))
         for uid in sorted(before - present):
             affected = _union(affected, self.remove(watched, uid))
         return affected

@@ -17,6 +17,7 @@ from tidegate_operator.planner import (
 )
 from tidegate_operator.progress import Engines, Published
 from tidegate_operator.resources import (
+    EnginePool,
     EnginePoolStatus,
     LabelSelector,
     ObjectMeta,
@@ -222,6 +223,15 @@ def test_pool_counts_its_engines_and_names_its_policy() -> None:
     assert reasons(update)["Ready"] == ("True", "Ready")
 
 
+def test_only_ready_engines_add_to_the_capacity() -> None:
+    view = a_view(an_engine_pool(), a_tenant_policy())
+    state = a_state(view, revision=7, a=7, b=7)
+    pods = (a_pod_view("a"), a_pod_view("b", is_ready=False))
+    state = replace(state, engines=replace(state.engines, pods=pods))
+    status = plan_pool_status(state, known={}, now=NOW).status
+    assert status["capacity"] == {"kvBlocks": 100}
+
+
 def test_without_redis_a_pool_keeps_what_was_last_heard_and_is_degraded() -> None:
     view = a_view(an_engine_pool(), a_tenant_policy())
     state = a_state(view, revision=7, a=7)
@@ -281,6 +291,17 @@ def test_object_that_cannot_be_read_is_invalid() -> None:
     update = plan_invalid_status(invalid, known={}, now=NOW)
     assert reasons(update) == {"Accepted": ("False", "Invalid"), "Ready": ("False", "Invalid")}
     assert update.status["conditions"][0]["message"] == "spec.weight: too big"
+
+
+def test_pool_that_cannot_be_read_any_more_keeps_what_engines_and_scalers_rely_on() -> None:
+    view = a_view(an_engine_pool())
+    known = plan_pool_status(a_state(view, revision=7, a=7), known={}, now=NOW).status
+    metadata = ObjectMeta(name="chat", namespace="team", uid="u", generation=2)
+    invalid = InvalidObject(model=EnginePool, metadata=metadata, problem="spec.kv: bad")
+    status = plan_invalid_status(invalid, known=known, now=NOW).status
+    EnginePoolStatus.model_validate(status)
+    for name in ("policy", "replicas", "selector"):
+        assert status[name] == known[name]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-from tidegate_operator.reports import ReportBook
+from tidegate_operator.reports import RETIRED_SECONDS, ReportBook
 from tidegate_policies.wire import EngineReport, Refusal
 
 
@@ -31,6 +31,15 @@ def test_replaced_incarnation_never_comes_back() -> None:
     assert book.accept(a_report(1, "new", revision=1), now=1.0)
     assert not book.accept(a_report(10, "old", revision=8), now=2.0)
     assert book.reports("p")["a"].revision == 1
+
+
+def test_replaced_incarnations_are_not_remembered_for_ever() -> None:
+    book = ReportBook()
+    for number in range(20):
+        book.accept(a_report(1, f"{number}"), now=float(number))
+    assert not book.accept(a_report(2, "18"), now=20.0)
+    book.expire(now=20.0 + RETIRED_SECONDS)
+    assert book.accept(a_report(2, "18"), now=21.0 + RETIRED_SECONDS)
 
 
 def test_silent_engine_is_forgotten_after_the_expiry_and_its_return_is_news() -> None:

@@ -137,6 +137,14 @@ async def test_writes_keep_to_the_budget() -> None:
         assert asyncio.get_running_loop().time() - started >= 0.45
 
 
+async def test_less_than_one_write_per_second_is_a_budget_too() -> None:
+    api = RecordingApi()
+    writer = a_writer(api, rate=0.5)
+    async with running(writer):
+        writer.submit(an_update())
+        await api.wait_for(1)
+
+
 async def test_object_that_is_gone_is_forgotten() -> None:
     api = RecordingApi()
     api.failures = [ApiError(404, "PATCH", "gone")]

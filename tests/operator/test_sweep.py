@@ -23,9 +23,12 @@ class ListingApi(KubeApi):
         super().__init__(Configuration())
         self.objects = objects
         self.refusals = refusals
+        self.refused = ""
 
     async def list_objects(self, watched: Watched, namespaces: Sequence[str]) -> list[Any]:
         assert not namespaces
+        if watched.plural == self.refused:
+            raise ApiError(500, "GET", "broken")
         if self.refusals:
             self.refusals -= 1
             raise ApiError(503, "GET", "starting")
@@ -84,3 +87,18 @@ async def test_api_server_that_is_not_up_yet_is_waited_for(
     )
     await sweeper.first()
     assert list(cache.view().tiers) == ["gold"]
+
+
+async def test_kind_that_cannot_be_listed_keeps_no_other_from_being_listed() -> None:
+    pod = {"metadata": {"name": "engine-0", "namespace": "team", "uid": "u"}}
+    api = ListingApi({name: [] for name in ALL} | {"pods": [pod]})
+    api.refused = ALL[0]
+    sweeper, cache = a_sweeper(api)
+    started = sweeper.listed_at
+    with pytest.raises(ApiError, match="broken"):
+        await sweeper.sweep()
+    assert list(cache.view().pods) == ["team/engine-0"]
+    assert sweeper.listed_at == started
+    api.refused = ""
+    await sweeper.sweep()
+    assert sweeper.listed_at > started

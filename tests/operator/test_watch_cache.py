@@ -149,6 +149,21 @@ def test_sweep_that_finds_no_difference_affects_nothing(cache: WatchCache) -> No
     assert cache.end_sweep(POLICIES, before, [a_raw_policy(version=7)]) is None
 
 
+def test_restored_cluster_is_taken_from_the_list_though_it_is_older(cache: WatchCache) -> None:
+    cache.put(POLICIES, a_raw_policy(version=900, weight=9))
+    before = cache.begin_sweep(POLICIES)
+    listed = [a_raw_policy(version=20, weight=2)]
+    assert cache.end_sweep(POLICIES, before, listed) == frozenset({"team/chat"})
+    assert cache.view().policies["team/acme"].spec.weight == 2
+
+
+def test_change_during_a_sweep_outlives_its_list(cache: WatchCache) -> None:
+    before = cache.begin_sweep(POLICIES)
+    cache.put(POLICIES, a_raw_policy(version=8, generation=2, weight=9))
+    assert cache.end_sweep(POLICIES, before, [a_raw_policy(version=1)]) is None
+    assert cache.view().policies["team/acme"].spec.weight == 9
+
+
 def test_events_during_a_sweep_are_newer_than_its_list(cache: WatchCache) -> None:
     before = cache.begin_sweep(POLICIES)
     cache.put(POLICIES, a_raw_policy("appeared", version=8))
