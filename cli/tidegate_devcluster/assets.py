@@ -92,6 +92,10 @@ class Assets:
             self._found[name] = self._find(name)
         return self._found[name]
 
+    def give_up(self) -> None:
+        """Ends a call of `tool` that is building in another thread, with all its processes."""
+        self._cache.given_up.set()
+
     def _find(self, name: str) -> Tool:
         if name == "kubectl":
             return self._kubectl()

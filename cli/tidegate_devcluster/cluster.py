@@ -119,7 +119,7 @@ class DevCluster:
             child.raise_if_ended()
 
     async def _start(self, exits: AsyncExitStack) -> None:
-        await asyncio.to_thread(self._prepare_tools)
+        await _in_thread_to_the_end(self._prepare_tools, on_cancel=self._assets.give_up)
         self.root = self._given_root or Path(
             exits.enter_context(tempfile.TemporaryDirectory(prefix="tidegate-devcluster-"))
         )
@@ -218,13 +218,18 @@ class DevCluster:
             await _until(is_untainted, "the node without taints")
 
 
-async def _in_thread_to_the_end(work: Callable[[], None]) -> None:
+async def _in_thread_to_the_end(
+    work: Callable[[], None], *, on_cancel: Callable[[], None] | None = None
+) -> None:
     """Lets the thread finish even when cancelled: what it starts must be known to be stopped."""
     working = asyncio.create_task(asyncio.to_thread(work))
     try:
         await asyncio.shield(working)
     except asyncio.CancelledError:
-        await working
+        if on_cancel is not None:
+            on_cancel()
+        # Whatever it fails with now is of no interest.
+        await asyncio.gather(working, return_exceptions=True)
         raise
 
 

@@ -7,8 +7,10 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from pathlib import Path
 
 from tidegate_devcluster.errors import ToolBuildError, ToolMissingError
 from tidegate_devcluster.progress import INTERVAL_SECONDS, Progress
-from tidegate_devcluster.tool_cache import ToolCache
+from tidegate_devcluster.tool_cache import POLL_SECONDS, ToolCache
 
 TAIL_LINES = 30
 
@@ -95,6 +97,7 @@ class GoBuilder:
             [go, "list", "-deps", tool.package],
             module,
             lambda seen: self._progress(f"{tool.name}: downloading modules, {seen} so far"),
+            given_up=self._cache.given_up,
             counted="go: downloading ",
         ).output()
         total = packages.count("\n")
@@ -105,6 +108,7 @@ class GoBuilder:
             module,
             # Packages in Go's own cache are not compiled again and so not counted.
             lambda seen: self._progress(f"{tool.name}: building, {seen}/{total} packages compiled"),
+            given_up=self._cache.given_up,
         ).output()
         self._progress(f"{tool.name}: built")
 
@@ -119,12 +123,14 @@ class _Run:
         cwd: Path,
         report: Callable[[int], None],
         *,
+        given_up: threading.Event,
         counted: str = "",
     ) -> None:
         self._tool = tool
         self._command = command
         self._cwd = cwd
         self._report = report
+        self._given_up = given_up
         self._counted = counted
         self._seen = 0
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
@@ -142,6 +148,8 @@ class _Run:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # A group of its own, so that its compilers can be ended with it.
+            start_new_session=True,
         ) as go:
             readers = [
                 threading.Thread(target=self._read_stdout, args=(go,), daemon=True),
@@ -152,22 +160,25 @@ class _Run:
             try:
                 self._wait(go)
             finally:
-                go.kill()
+                if go.poll() is None:
+                    os.killpg(go.pid, signal.SIGKILL)
                 for reader in readers:
                     reader.join()
         if go.returncode != 0:
-            command = " ".join(self._command[:2])
-            raise ToolBuildError(self._tool, command, "\n".join(self._tail))
+            raise self._error("\n".join(self._tail))
         return self._stdout
 
     def _wait(self, go: subprocess.Popen[str]) -> None:
-        while True:
-            try:
-                go.wait(INTERVAL_SECONDS)
-            except subprocess.TimeoutExpired:
+        reported_at = time.monotonic()
+        while go.poll() is None:
+            if self._given_up.wait(POLL_SECONDS):
+                raise self._error("given up")
+            if time.monotonic() - reported_at > INTERVAL_SECONDS:
                 self._report(self._seen)
-            else:
-                return
+                reported_at = time.monotonic()
+
+    def _error(self, output: str) -> ToolBuildError:
+        return ToolBuildError(self._tool, " ".join(self._command[:2]), output)
 
     def _read_stdout(self, go: subprocess.Popen[str]) -> None:
         if go.stdout is not None:

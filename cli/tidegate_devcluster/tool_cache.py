@@ -5,20 +5,30 @@ from __future__ import annotations
 import fcntl
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
+from tidegate_devcluster.errors import ToolBuildError
 from tidegate_devcluster.progress import Progress
+
+POLL_SECONDS = 0.1
 
 
 class ToolCache:
     """Folders by key, each filled by the first that asks for it.
 
     The key must name everything the content depends on: a folder is never refreshed.
+
+    Attributes:
+        given_up: Set when nobody wants the folders any more, from any thread: who waits for
+            another process ends by ToolBuildError, and so should who fills.
     """
 
     def __init__(self, root: Path, progress: Progress) -> None:
+        self.given_up = threading.Event()
         self._root = root
         self._progress = progress
 
@@ -57,5 +67,12 @@ class ToolCache:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 self._progress(f"{key}: waiting for another process that is making it")
-                fcntl.flock(file, fcntl.LOCK_EX)
+                self._wait_for_lock(key, file)
             yield
+
+    def _wait_for_lock(self, key: str, file: TextIO) -> None:
+        while not self.given_up.wait(POLL_SECONDS):
+            with suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+        raise ToolBuildError(key, "flock", "given up")

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tidegate_devcluster.assets import Assets, AssetSettings
+from tidegate_devcluster.cluster import DevCluster
 from tidegate_devcluster.kubelet import ProcessKubelet
 from tidegate_devcluster.network import LoopbackNetwork
 from tidegate_devcluster.pod import PORT_MAP_ANNOTATION
@@ -62,6 +64,39 @@ def test_nothing_is_left_when_its_process_is_killed() -> None:
     eventually(lambda: not still_running(descendants), "the end of every process")
     eventually(lambda: f"tg{owner.pid:06x}" not in network_names(), "the end of the network")
     eventually(lambda: not root.exists(), "the end of the temporary folder")
+
+
+@pytest.mark.timeout(30)
+async def test_cancelling_the_start_ends_a_build_with_all_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "modules" / "kubernetes"
+    module.mkdir(parents=True)
+    (module / "go.mod").write_text("module example.test/kubernetes\n\ngo 1.20\n")
+    (module / "go.sum").write_text("")
+    compiler = tmp_path / "compiler"
+    go = tmp_path / "bin" / "go"
+    go.parent.mkdir()
+    go.write_text(
+        f"#!/bin/sh\nsleep 3600 &\necho $! > {compiler}.new\nmv {compiler}.new {compiler}\nwait\n"
+    )
+    go.chmod(0o755)
+    monkeypatch.setenv("PATH", str(go.parent), prepend=os.pathsep)
+    cache = tmp_path / "cache"
+    assets = Assets(AssetSettings(cache, tmp_path / "modules"), lambda _: None)
+    cluster = DevCluster(images={}, assets=assets, progress=lambda _: None)
+
+    start = asyncio.create_task(cluster.__aenter__())
+    await asyncio.to_thread(eventually, compiler.exists, "a build")
+    process = psutil.Process(int(compiler.read_text()))
+    start.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    await asyncio.to_thread(
+        eventually, lambda: not still_running([process]), "the end of the compiler"
+    )
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
 
 async def test_pods_without_namespaces_are_reached_through_the_proxy(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tidegate_devcluster.errors import ToolBuildError
 from tidegate_devcluster.tool_cache import ToolCache
 
 
@@ -85,3 +86,16 @@ def test_who_comes_while_another_fills_waits_and_finds_it(tmp_path: Path) -> Non
     filling.join()
     assert may_finish.is_set()
     assert (folder / "tool").read_text() == "complete"
+
+
+def test_who_waits_for_another_may_give_up(tmp_path: Path) -> None:
+    first, _ = cache_in(tmp_path)
+    second, _ = cache_in(tmp_path)
+
+    def fill_after_the_other_gave_up(folder: Path) -> None:
+        second.given_up.set()
+        with pytest.raises(ToolBuildError, match="given up"):
+            second.folder("tool-1", refuse)
+        write(folder)
+
+    assert (first.folder("tool-1", fill_after_the_other_gave_up) / "tool").exists()
