@@ -218,6 +218,14 @@ class Demo:
 
     async def _show(self, before: Phase, after: Phase, times: ChangeTimes) -> None:
         self._console.print(report.phases_table([before, after]))
+        silver = [phase.tier_shares()["silver"][0] for phase in (before, after)]
+        gold = [phase.total_shares()["gold"] for phase in (before, after)]
+        self._say(
+            f"Gold, now in a tier of its own, is served before the others: {gold[0]:.0f} % of all"
+            f" service before, {gold[1]:.0f} % after.\nSilver, at three times the weight of batch,"
+            f" gets {silver[1]:.0f} % of what gold leaves; before it had {silver[0]:.0f} % of"
+            " everything."
+        )
         self._say(
             ">= : some of these requests had no first token yet when the phase ended.\n"
             f"From kubectl apply to Programmed=True: {times.programmed:.2f} s"

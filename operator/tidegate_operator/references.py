@@ -121,8 +121,8 @@ def _key_digest(view: ClusterView, policy: TenantPolicy, ref: SecretKeyRef) -> s
     if secret is None:
         return Flaw(
             Reason.SECRET_NOT_FOUND,
-            f"spec.apiKeySecretRefs: there is no Secret {ref.name!r} in namespace {namespace!r}"
-            " with the label tidegate.io/api-keys=true",
+            f"spec.apiKeySecretRefs: namespace {namespace!r} has no Secret {ref.name!r} with the"
+            ' label tidegate.io/api-keys: "true"; without the label it is not read',
         )
     digest = secret.get(ref.key)
     if digest is None:

@@ -193,15 +193,15 @@ def test_columns_of_a_tenant_policy(kubectl: Kubectl, namespace: str) -> None:
     write_status(kubectl, namespace, "tp", status)
 
     shown = row(kubectl, namespace, "tp")
-    assert list(shown) == (
-        ["NAME", "TENANT", "TIER", "WEIGHT", "PROGRAMMED", "SLO", "AGE", "REVISION", "KV", "SHARE"]
-    )
+    narrow = ["NAME", "TENANT", "TIER", "WEIGHT", "PROGRAMMED", "READY", "SLO", "AGE"]
+    assert list(shown) == [*narrow, "REVISION", "KV", "SHARE"]
     assert {name: text for name, text in shown.items() if name != "AGE"} == {
         "NAME": "full",
         "TENANT": "acme/chat",
         "TIER": "gold",
         "WEIGHT": "300",
         "PROGRAMMED": "True",
+        "READY": "",
         "SLO": "False",
         "REVISION": "7",
         "KV": "12",

@@ -88,8 +88,8 @@ class ApiError(Exception):
 class InvalidApiKeyError(ApiError):
     """The caller is no tenant of this pool."""
 
-    def __init__(self) -> None:
-        super().__init__(401, "invalid_api_key", "The API key belongs to no tenant of this pool.")
+    def __init__(self, message: str = "The API key belongs to no tenant of this pool.") -> None:
+        super().__init__(401, "invalid_api_key", message)
 
 
 class NoPolicyError(ApiError):

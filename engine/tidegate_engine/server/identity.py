@@ -47,6 +47,8 @@ class Identities:
             return tenant
         if self._policy.snapshot.unknown_tenants.action is UnknownAction.ADMIT:
             return UNKNOWN_TENANT
+        if not key:
+            raise InvalidApiKeyError("No API key was given (Authorization: Bearer KEY).")
         raise InvalidApiKeyError
 
     def rule_of(self, tenant: str) -> TenantRule | None:

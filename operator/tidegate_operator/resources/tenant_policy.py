@@ -296,6 +296,7 @@ class TenantPolicy(Resource):
             Column("Tier", ".status.tier", description="PriorityTier in force."),
             Column("Weight", ".spec.weight", "integer", "Share among the tenants of the tier."),
             condition_column("Programmed"),
+            condition_column("Ready"),
             condition_column("ServiceLevelMet", name="SLO"),
             AGE,
             Column(
@@ -306,7 +307,11 @@ class TenantPolicy(Resource):
                 is_wide=True,
             ),
             Column(
-                "KV", ".status.usage.kvPercent", "integer", "Percent of KV blocks.", is_wide=True
+                "KV",
+                ".status.usage.kvPercent",
+                "integer",
+                "Percent of all KV blocks.",
+                is_wide=True,
             ),
             Column(
                 "Share",
