@@ -182,12 +182,13 @@ def test_columns_of_a_tenant_policy(kubectl: Kubectl, namespace: str) -> None:
     missed = programmed().model_copy(
         update={"type": "ServiceLevelMet", "status": ConditionStatus.FALSE, "reason": "Missed"}
     )
+    unready = missed.model_copy(update={"type": "Ready"})
     status = TenantPolicyStatus(
         tenant="acme/chat",
         tier="gold",
         pools=(verdict,),
         usage=usage,
-        conditions=(programmed(), missed),
+        conditions=(programmed(), missed, unready),
     )
 
     write_status(kubectl, namespace, "tp", status)
@@ -201,7 +202,7 @@ def test_columns_of_a_tenant_policy(kubectl: Kubectl, namespace: str) -> None:
         "TIER": "gold",
         "WEIGHT": "300",
         "PROGRAMMED": "True",
-        "READY": "",
+        "READY": "False",
         "SLO": "False",
         "REVISION": "7",
         "KV": "12",
