@@ -87,21 +87,25 @@ class Tenant:
         return self.queue[0][1] if self.queue else None
 
     def forget_waiting(self) -> None:
-        """Take out a waiting request that has just ended, wherever it is in the queue.
-
-        It stays in the heap as a tombstone; they are swept before they outnumber the living,
-        for the head of a tenant that isn't served may never be looked at.
-        """
+        """Take out a waiting request that has just ended, wherever it is in the queue."""
         self.waiting -= 1
-        if len(self.queue) > 2 * self.waiting + MAX_TOMBSTONES:
-            self.queue = [entry for entry in self.queue if entry[1].phase is Phase.WAITING]
-            heapq.heapify(self.queue)
+        self._sweep()
 
     def pop(self) -> Sequence:
         """Take the oldest waiting request out; there must be one."""
         seq = heapq.heappop(self.queue)[1]
         self.waiting -= 1
+        self._sweep()
         return seq
+
+    def _sweep(self) -> None:
+        """Drop the ended requests from the queue before they outnumber the living.
+
+        They come to the top only in a tenant that is served.
+        """
+        if len(self.queue) > 2 * self.waiting + MAX_TOMBSTONES:
+            self.queue = [entry for entry in self.queue if entry[1].phase is Phase.WAITING]
+            heapq.heapify(self.queue)
 
 
 class TenantTable:

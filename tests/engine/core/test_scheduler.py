@@ -296,6 +296,15 @@ def test_cancelled_requests_of_a_starved_tenant_leave_nothing_behind() -> None:
     run.drain()
 
 
+def test_ended_requests_are_swept_also_when_the_queue_drains_by_admission() -> None:
+    run = a_run(max_num_seqs=1)
+    run.submit(*(a_request(output=1, request_id=f"r{n}") for n in range(140)))
+    for number in range(40, 140):
+        run.scheduler.cancel(f"r{number}", 0.0)
+    run.drain()  # verifies the bound after every step
+    assert len(run.finished) == 40
+
+
 def test_a_stop_string_ends_a_request_as_finished() -> None:
     run = a_run()
     run.submit(a_request(output=50, request_id="r"))
