@@ -27,6 +27,8 @@ MAX_WEIGHT = 1_000_000
 Percent = Annotated[int, Field(ge=0, le=100)]
 Weight = Annotated[int, Field(ge=0, le=MAX_WEIGHT)]
 PositiveInt = Annotated[int, Field(ge=1)]
+NaturalInt = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 KeyDigest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -45,18 +47,95 @@ class UnknownAction(enum.StrEnum):
     ADMIT = "Admit"
 
 
+class PreemptionMode(enum.StrEnum):
+    """What becomes of a victim's KV."""
+
+    AUTO = "Auto"
+    SWAP = "Swap"
+    RECOMPUTE = "Recompute"
+
+
+class StopPolicy(enum.StrEnum):
+    """Whether a tenant is served at all.
+
+    HOLD queues and admits nothing new. DRAIN refuses new requests and lets the others finish.
+    CANCEL refuses new requests and cancels the others.
+    """
+
+    NONE = "None"
+    HOLD = "Hold"
+    DRAIN = "Drain"
+    CANCEL = "Cancel"
+
+
+class KvEstimate(enum.StrEnum):
+    """How much KV admission expects a request to need at its longest."""
+
+    PREDICTED = "Predicted"
+    WORST_CASE = "WorstCase"
+    OPTIMISTIC = "Optimistic"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierRule:
     """A priority level.
 
     Attributes:
         value: Larger goes first.
+        reserved_share_percent: Share of charged service kept for the tier while it has work.
+        preempts_lower: Whether its requests may take running requests of lower tiers out.
+        wait_window_seconds: How long a first arrival may be held to fill a batch; None = as the
+            pool says.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
 
     name: str
     value: int
+    reserved_share_percent: Annotated[int, Field(ge=0, le=90)] = 0
+    preempts_lower: bool = True
+    wait_window_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptionRule:
+    """Whether and how a tenant's running requests may be taken out.
+
+    Attributes:
+        preemptible: False = once admitted, a request leaves only by finish, cancel or deadline; it
+            is therefore admitted only when its worst case fits in the tenant's nominal.
+        max_preemptions: Of one request; after so many it is no longer a victim.
+        min_quantum_tokens: Tokens that a request may produce after each admission before it can be
+            a victim.
+        reclaims: Whether the tenant, below its nominal KV, takes back blocks that others borrowed.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
+
+    preemptible: bool = True
+    mode: PreemptionMode = PreemptionMode.AUTO
+    max_preemptions: PositiveInt = 3
+    min_quantum_tokens: NaturalInt = 16
+    reclaims: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceRule:
+    """What a tenant's requests were promised; None = nothing.
+
+    Attributes:
+        ttft_seconds: Target of the time to the first token: orders the tenant's own queue.
+        itl_seconds: Target of the time between two tokens: bounds the prefill beside its decodes.
+        queue_timeout_seconds: A request that waited so long for its first token is dropped.
+        request_timeout_seconds: A request that is not done after so long is dropped.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
+
+    ttft_seconds: Seconds | None = None
+    itl_seconds: Seconds | None = None
+    queue_timeout_seconds: Seconds | None = None
+    request_timeout_seconds: Seconds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +147,13 @@ class TenantRule:
         policy: `namespace/name` of the TenantPolicy this comes from.
         tier: Name of one of the snapshot's tiers.
         weight: Share inside the tier; 0 = only when nobody else in the tier wants service.
-        kv_nominal_percent: Share of the engine's KV blocks that nobody else may take.
+        kv_nominal_percent: Share of the engine's KV blocks that is the tenant's own.
+        kv_borrowing_limit_percent: Most that it may hold above that, in percent of the engine's KV
+            blocks; None = no limit.
+        kv_lendable_percent: Share of its unused nominal that others may borrow.
+        max_running: Most of its requests in one engine's batch; None = no limit of its own.
+        max_queued: Most of its requests waiting in one engine.
+        max_queued_tokens: Most prompt tokens of its requests waiting in one engine.
         max_prompt_tokens: Longest prompt, in tokens; None = what fits the pool.
         max_output_tokens: Most output tokens of one request; a larger wish is clipped.
         cancel_on_disconnect: Whether a client that hangs up cancels its request.
@@ -82,20 +167,41 @@ class TenantRule:
     tier: str
     weight: Weight = 100
     kv_nominal_percent: Percent = 0
+    kv_borrowing_limit_percent: Percent | None = None
+    kv_lendable_percent: Percent = 100
+    max_running: PositiveInt | None = None
+    max_queued: NaturalInt | None = None
+    max_queued_tokens: NaturalInt | None = None
     max_prompt_tokens: PositiveInt | None = None
     max_output_tokens: PositiveInt | None = None
     cancel_on_disconnect: bool = True
+    preemption: PreemptionRule = field(default_factory=PreemptionRule)
+    service: ServiceRule = field(default_factory=ServiceRule)
+    stop: StopPolicy = StopPolicy.NONE
     key_digests: tuple[KeyDigest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingRule:
-    """Limits of one step; None = the engine's own setting."""
+    """How the batch of a step is formed; None = the engine's own setting.
+
+    Attributes:
+        max_num_seqs: Most requests in one step.
+        max_batched_tokens: Most tokens computed in one step.
+        wait_window_seconds: How long a first arrival may be held to fill a batch.
+        prefill_chunk_min: Fewest prompt tokens a step offers, so that decodes never starve prefill.
+        prefill_chunk_max: Most prompt tokens in one step.
+        max_partial_prefills: Prompts that may be half read at a time.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
 
     max_num_seqs: PositiveInt | None = None
     max_batched_tokens: PositiveInt | None = None
+    wait_window_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    prefill_chunk_min: PositiveInt | None = None
+    prefill_chunk_max: PositiveInt | None = None
+    max_partial_prefills: PositiveInt | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +246,7 @@ class PolicySnapshot:
     pool: str
     batching: BatchingRule = field(default_factory=BatchingRule)
     watermarks: WatermarkRule = field(default_factory=WatermarkRule)
+    kv_estimate: KvEstimate = KvEstimate.PREDICTED
     unknown_tenants: UnknownTenantsRule = field(default_factory=UnknownTenantsRule)
     tiers: tuple[TierRule, ...] = ()
     tenants: tuple[TenantRule, ...] = ()
@@ -156,6 +263,7 @@ class PolicySnapshot:
         tenants: Iterable[TenantRule] = (),
         batching: BatchingRule | None = None,
         watermarks: WatermarkRule | None = None,
+        kv_estimate: KvEstimate = KvEstimate.PREDICTED,
         unknown_tenants: UnknownTenantsRule | None = None,
     ) -> "PolicySnapshot":
         """Build a snapshot in canonical order: same content, same digest.
@@ -167,6 +275,7 @@ class PolicySnapshot:
             pool=pool,
             batching=batching or BatchingRule(),
             watermarks=watermarks or WatermarkRule(),
+            kv_estimate=kv_estimate,
             unknown_tenants=unknown_tenants or UnknownTenantsRule(),
             tiers=tuple(sorted(tiers, key=lambda t: (-t.value, t.name))),
             tenants=tuple(sorted(tenants, key=lambda t: t.tenant)),

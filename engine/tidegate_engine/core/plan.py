@@ -4,26 +4,33 @@ A plan is everything that the executor has to do in one step. Rows are computed 
 forward pass; what has to happen to KV blocks before the pass (copies, swaps) belongs beside them.
 """
 
+import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from tidegate_engine.core.decisions import Decision
 from tidegate_engine.core.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRow:
+class PlanRow(NamedTuple):
     """The tokens of one request in one step: one at decode, a prompt chunk at prefill.
+
+    A named tuple, as hundreds are made every step. `block_ids` is the request's own block table,
+    which only ever grows at its end while a request holds it: what a row covers never changes.
 
     Attributes:
         start: Position of the first token to compute, counted from 0.
         token_ids: Tokens at positions `start`, `start + 1`, ...; never empty.
         block_ids: Block table: entry `i` is the KV block of positions `i*B .. i*B + B - 1`. Covers
             at least every position up to the row's last.
-        is_decode: True when the row computes a request's newest output token alone; a prompt chunk
-            may have one token too.
         samples: True when the row's last token yields an output token (a decode, or the last
             chunk of a prompt).
         sampling: How to choose that token.
+        is_decode: True when the row computes a request's newest output token alone; a prompt chunk
+            may have one token too.
+        is_padding: True when the row is computed and thrown away, as static batching does: nothing
+            of it may reach a KV block, and it never samples.
     """
 
     request_id: str
@@ -33,6 +40,7 @@ class PlanRow:
     samples: bool
     sampling: SamplingParams
     is_decode: bool = False
+    is_padding: bool = False
 
     @property
     def end(self) -> int:
@@ -40,30 +48,93 @@ class PlanRow:
         return self.start + len(self.token_ids)
 
 
+class ExpiryCause(enum.StrEnum):
+    """Which limit a dropped request has reached."""
+
+    QUEUE_TIMEOUT = "queue_timeout"
+    REQUEST_TIMEOUT = "request_timeout"
+
+
+class Expiry(NamedTuple):
+    """A request that was dropped for its time limit."""
+
+    request_id: str
+    cause: ExpiryCause
+
+
+class BlockCopy(NamedTuple):
+    """A KV block to copy on the device before the rows are computed: a copy on write."""
+
+    source: int
+    target: int
+
+
+class SwapCopy(NamedTuple):
+    """KV blocks to move between device and host, beside the steps.
+
+    Attributes:
+        fence: Number of the copy, unique; its executor names it when the copy is complete.
+        device_blocks: From where or to where, on the device.
+        host_blocks: To where or from where, in host memory; the i-th goes with the i-th.
+    """
+
+    fence: int
+    request_id: str
+    device_blocks: tuple[int, ...]
+    host_blocks: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """What one step does. vLLM calls this `SchedulerOutput`.
+
+    Its parts take effect in this order: `swap_out` reads device blocks as they are before
+    anything else, `swap_in` begins to write others, `copies` are done, `rows` are computed. A
+    block of a swap is in no row, and in no other copy, of this or a later plan until the fence has
+    passed.
 
     Attributes:
         step: Number of the step, from 1; grows with every plan that has rows.
         revision: The policy this was decided under; 0 = none yet.
         rows: Decodes first, then prefill chunks, in a reproducible order.
-        admitted: Requests that joined the batch with this plan.
-        preempted: Requests whose KV blocks were taken before this step, for recompute.
+        copies: Copies on write.
+        swap_out: Copies to the host that begin with this step.
+        swap_in: Copies from the host that begin with this step.
+        num_open_fences: Swaps that are in flight once this plan has begun, its own included. A plan
+            without rows is executed all the same while there are any, and then waits for one.
+        admitted: Requests that joined the batch with this plan, resumed ones included.
+        preempted: Requests that were taken out of the batch before this step.
         ended: Requests that ended while planning, with the tokens they had: they can never get
             the KV block for another one.
+        expired: Requests that were dropped while planning, since they waited or ran for too long.
+        stopped: Requests that were dropped because their tenant's policy cancels them.
+        decisions: Why requests were admitted, held, preempted or dropped.
+        wake_at: When to plan anew, even though nothing has arrived and nothing runs; None = only
+            events can change the plan.
     """
 
     step: int
     revision: int
     rows: tuple[PlanRow, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    swap_out: tuple[SwapCopy, ...] = ()
+    swap_in: tuple[SwapCopy, ...] = ()
+    num_open_fences: int = 0
     admitted: tuple[str, ...] = ()
     preempted: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
+    expired: tuple[Expiry, ...] = ()
+    stopped: tuple[str, ...] = ()
+    decisions: tuple[Decision, ...] = ()
+    wake_at: float | None = None
+
+    @property
+    def is_executable(self) -> bool:
+        """Whether the executor has anything to compute, to copy or to wait for."""
+        return bool(self.rows) or self.num_open_fences > 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """One output token.
 
     Attributes:
@@ -78,6 +149,12 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one step produced: a token for every row that samples, by request."""
+    """What one step produced.
+
+    Attributes:
+        tokens: A token for every row that samples, by request.
+        passed_fences: The swaps, of this plan or of earlier ones, that were found complete.
+    """
 
     tokens: Mapping[str, SampledToken] = field(default_factory=dict)
+    passed_fences: tuple[int, ...] = ()

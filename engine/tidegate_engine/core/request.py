@@ -1,7 +1,9 @@
 """What enters and leaves the scheduler: requests, refusals, tokens, counters."""
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from tidegate_engine.core.plan import SampledToken
 from tidegate_engine.core.sampling import SamplingParams
@@ -20,6 +22,8 @@ class RejectionCode(enum.StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     EMPTY_PROMPT = "empty_prompt"
     QUEUE_FULL = "queue_full"
+    TENANT_QUEUE_FULL = "tenant_queue_full"
+    TENANT_STOPPED = "tenant_stopped"
     UNKNOWN_TENANT = "unknown_tenant"
     NO_POLICY = "no_policy"
 
@@ -33,6 +37,8 @@ class Request:
         prompt_ids: Token ids, at least one.
         max_output_tokens: Generation ends after so many output tokens, at the latest.
         stop_token_ids: Generation ends with the first of these; empty to ignore end-of-sequence.
+        ttft_seconds: When the first token is wanted, counted from arrival; None = as its tenant's
+            policy says.
     """
 
     request_id: str
@@ -41,6 +47,7 @@ class Request:
     max_output_tokens: int
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
+    ttft_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +64,7 @@ class Rejection:
     retry_after_seconds: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenOutput:
+class TokenOutput(NamedTuple):
     """What a step gave to one request.
 
     Attributes:
@@ -71,39 +77,75 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
 
 
+class PreemptionKey(NamedTuple):
+    """What preemptions are counted by.
+
+    Attributes:
+        cause: `displaced`, `reclaimed` or `pressure`.
+        mode: `swap` or `recompute`.
+    """
+
+    cause: str
+    mode: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantStats:
     """One tenant in this engine; totals grow since the scheduler's start.
 
     Attributes:
+        waiting: Requests that are neither in the batch nor swapped out.
+        swapped: Requests whose KV is on the host, or on its way to or from there.
+        kv_borrowed_blocks: Blocks held above nominal.
         prompt_tokens: Computed prompt tokens, each counted once.
+        cached_tokens: Prompt tokens found in the prefix cache; not charged.
         recomputed_tokens: Tokens computed again after a preemption; not charged.
         service: Charged service, in cost units.
         virtual_counter: Service divided by weight, lifted when the tenant (re)joined.
+        expired: Requests dropped for a time limit.
+        preemptions: By cause and mode; `preempted` is their sum.
     """
 
     running: int = 0
     waiting: int = 0
+    swapped: int = 0
     kv_used_blocks: int = 0
+    kv_borrowed_blocks: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     recomputed_tokens: int = 0
     service: float = 0.0
     virtual_counter: float = 0.0
     preempted: int = 0
     cancelled: int = 0
+    expired: int = 0
     finished: int = 0
+    preemptions: Mapping[PreemptionKey, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
-    """The scheduler at a step boundary."""
+    """The scheduler at a step boundary.
+
+    Attributes:
+        kv_used_blocks: Blocks that requests hold or copies are reading or writing.
+        kv_cached_blocks: Blocks nobody holds, kept for the prefix cache; they count as free.
+        swap_out_blocks: Blocks moved to the host since the start.
+        swap_in_blocks: Blocks moved back since the start.
+    """
 
     step: int
     revision: int
     running: int
     waiting: int
+    swapped: int
     kv_blocks: int
     kv_used_blocks: int
+    kv_cached_blocks: int
+    host_blocks: int
+    host_used_blocks: int
+    swap_out_blocks: int
+    swap_in_blocks: int
     watermark: str
     tenants: dict[str, TenantStats]

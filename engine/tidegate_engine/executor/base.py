@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.plan import StepPlan, StepResult
 
 
@@ -29,11 +30,21 @@ class Executor(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step: write the rows' keys and values, sample where `samples` is set.
+        """Carry out one plan: swaps begin, copies on write are done, rows are computed.
+
+        The rows' keys and values are written, and a token is sampled where `samples` is set. A plan
+        without rows, but with open fences, is waited for: at least one fence passes.
 
         Raises:
             ExecutorError: The step did not complete; the KV cache content of the plan's requests
                 is undefined from here on.
+        """
+        ...
+
+    def measure(self) -> ExecutorCosts:
+        """Return how long steps and copies take: measured, or known. Call it before the first step.
+
+        What is measured leaves nothing behind in the KV cache.
         """
         ...
 
