@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from tidegate_engine.core.costs import ExecutorCosts
+from tidegate_engine.core.plan import Expiry
 from tidegate_engine.core.request import SchedulerStats, TokenOutput
 
 
@@ -17,6 +19,9 @@ class CancelCause(enum.StrEnum):
     SIBLING_REFUSED = "sibling_refused"
     DRAIN = "drain"
     ENGINE_FAILED = "engine_failed"
+    QUEUE_TIMEOUT = "queue_timeout"
+    REQUEST_TIMEOUT = "request_timeout"
+    TENANT_STOPPED = "tenant_stopped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +29,7 @@ class CancelKey:
     """What cancels are counted by.
 
     Attributes:
-        state: `waiting` or `running` when the cancel took effect.
+        state: `waiting`, `running` or `swapped` when the cancel took effect.
     """
 
     tenant: str
@@ -40,11 +45,13 @@ class EngineStats:
         cancelled: Since the start.
         tokens_after_cancel: Tokens computed for requests whose cancel had taken effect before the
             step was planned; anything but 0 is a defect.
+        step_costs: What a step and a copy cost, as fitted so far.
     """
 
     scheduler: SchedulerStats
     cancelled: Mapping[CancelKey, int]
     tokens_after_cancel: int
+    step_costs: ExecutorCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +63,11 @@ class StepReport:
         committed_at: Clock when the tokens were there.
         step_seconds: Spent executing.
         scheduler_seconds: Spent planning and committing.
-        batch_size: Rows in the forward pass.
+        batch_size: Rows in the forward pass; 0 = nothing but copies was done, or waited for.
         decode_tokens: Rows that computed a newest output token alone.
         admitted: Requests that joined the batch.
+        expired: Requests that were dropped before this step, since they waited or ran too long.
+        stopped: Requests that were dropped before this step, since their tenant was stopped.
         failed: Requests that were dropped because the step did not complete.
         failure: Why; empty when it completed.
     """
@@ -73,6 +82,8 @@ class StepReport:
     decode_tokens: int = 0
     admitted: tuple[str, ...] = ()
     outputs: tuple[TokenOutput, ...] = ()
+    expired: tuple[Expiry, ...] = ()
+    stopped: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     failure: str = ""
 

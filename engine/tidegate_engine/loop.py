@@ -5,12 +5,13 @@ are carried out at step boundaries, which is what makes "from the next step on" 
 or a policy. What a step gave is told to a listener once per step, however many tokens it holds.
 """
 
+import math
 import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tidegate_engine.core.plan import StepPlan, StepResult
@@ -21,6 +22,7 @@ from tidegate_engine.core.request import (
     TokenOutput,
 )
 from tidegate_engine.core.scheduler import Scheduler
+from tidegate_engine.core.sequence import Phase
 from tidegate_engine.events import (
     CancelCause,
     CancelKey,
@@ -31,9 +33,6 @@ from tidegate_engine.events import (
 )
 from tidegate_engine.executor.base import Executor, ExecutorError
 from tidegate_policies.snapshot import PolicySnapshot
-
-IDLE_POLL_SECONDS = 0.05
-"""How often to plan anew when there is work that can't run: whatever frees it may be only time."""
 
 
 class EngineStoppedError(RuntimeError):
@@ -76,7 +75,7 @@ class _Times(NamedTuple):
 @dataclass(slots=True, kw_only=True)
 class _Live:
     tenant: str
-    is_running: bool = False
+    phase: Phase = Phase.WAITING
 
 
 class EngineLoop:
@@ -96,7 +95,7 @@ class EngineLoop:
             scheduler: Owned from here on.
             executor: Owned from here on.
             listener: Told of every step.
-            clock: Monotonic, in seconds; only differences matter.
+            clock: Monotonic, in seconds; only differences matter. Waits are measured on it, too.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -163,101 +162,86 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            was_idle = True
+            next_plan_at = math.inf
             while True:
-                self._take_commands(may_wait=was_idle)
+                self._take_commands(until=next_plan_at)
                 if self._is_stopping:
                     break
-                was_idle = not self._step()
+                next_plan_at = self._step()
         finally:
             self._end()
 
-    def _take_commands(self, *, may_wait: bool) -> None:
-        """Carry out what has come; with nothing to compute, wait for something to come."""
-        if may_wait:
-            timeout = IDLE_POLL_SECONDS if self._scheduler.has_work else None
+    def _take_commands(self, *, until: float) -> None:
+        """Carry out what has come; with nothing to plan before `until`, wait for something."""
+        seconds = until - self._clock()
+        if seconds > 0:
             try:
-                self._commands.get(timeout=timeout).carry_out()
+                command = self._commands.get(timeout=min(seconds, threading.TIMEOUT_MAX))
             except queue.Empty:
                 return
+            command.carry_out()
         while not self._commands.empty():
             self._commands.get().carry_out()
 
-    def _step(self) -> bool:
+    def _step(self) -> float:
         """Plan, execute, commit.
 
         Returns:
-            Whether there was anything to compute.
+            When to plan again, unless a command comes before; infinity = not before a command.
         """
         began = self._clock()
         plan = self._scheduler.plan_step(began)
         planned = self._clock()
         self._note_policy(plan, planned)
+        self._note_drops(plan)
         self._note_moves(plan)
-        ended = tuple(
-            TokenOutput(request_id=i, token=None, finish_reason=FinishReason.LENGTH)
-            for i in plan.ended
-        )
-        if not plan.rows:
-            if ended:
-                self._tell(
-                    StepReport(
-                        step=plan.step, planned_at=began, committed_at=planned, outputs=ended
-                    )
-                )
-            return False
+        if plan.is_executable:
+            self._execute(plan, began, planned)
+            return began
+        if plan.ended or plan.expired or plan.stopped:
+            self._tell(_report(plan, began, planned))
+            return began  # what they leave behind may be what others wait for
+        return math.inf if plan.wake_at is None else plan.wake_at
+
+    def _execute(self, plan: StepPlan, began: float, planned: float) -> None:
         try:
             result = self._executor.execute(plan)
         except ExecutorError as error:
-            self._fail(plan, ended, error, began)
-            return True
-        self._commit(plan, result, ended, _Times(began, planned, self._clock()))
-        return True
+            self._fail(plan, error, began)
+        else:
+            self._commit(plan, result, _Times(began, planned, self._clock()))
 
-    def _commit(
-        self, plan: StepPlan, result: StepResult, ended: tuple[TokenOutput, ...], times: "_Times"
-    ) -> None:
+    def _commit(self, plan: StepPlan, result: StepResult, times: "_Times") -> None:
         # Cancels are carried out between steps: who isn't live now wasn't when this was planned.
+        # Padding is computed for nobody from the start.
         self._tokens_after_cancel += sum(
-            len(row.token_ids) for row in plan.rows if row.request_id not in self._live
+            len(row.token_ids)
+            for row in plan.rows
+            if row.request_id not in self._live and not row.is_padding
         )
         outputs = self._scheduler.commit_step(plan, result, times.executed)
         committed = self._clock()
         decodes = sum(1 for row in plan.rows if row.is_decode)
+        report = _report(plan, times.began, committed)
         self._tell(
-            StepReport(
-                step=plan.step,
-                planned_at=times.began,
-                committed_at=committed,
+            replace(
+                report,
                 step_seconds=times.executed - times.planned,
                 scheduler_seconds=times.planned - times.began + committed - times.executed,
                 batch_size=len(plan.rows),
                 prefill_tokens=sum(len(row.token_ids) for row in plan.rows) - decodes,
                 decode_tokens=decodes,
-                admitted=plan.admitted,
-                outputs=ended + outputs,
+                outputs=report.outputs + outputs,
             )
         )
 
-    def _fail(
-        self, plan: StepPlan, ended: tuple[TokenOutput, ...], error: ExecutorError, began: float
-    ) -> None:
+    def _fail(self, plan: StepPlan, error: ExecutorError, began: float) -> None:
         """Drop the requests whose step broke; the others go on."""
         now = self._clock()
         failed = self._scheduler.abandon_step(plan, now)
         for request_id in failed:
-            self._book_cancel(request_id, CancelCause.ENGINE_FAILED)
-        self._tell(
-            StepReport(
-                step=plan.step,
-                planned_at=began,
-                committed_at=now,
-                admitted=plan.admitted,
-                outputs=ended,
-                failed=failed,
-                failure=str(error),
-            )
-        )
+            self._book_drop(request_id, CancelCause.ENGINE_FAILED)
+        self._tell(replace(_report(plan, began, now), failed=failed, failure=str(error)))
 
     def _tell(self, report: StepReport) -> None:
         for output in report.outputs:
@@ -278,11 +262,19 @@ class EngineLoop:
             PolicyApplied(revision=plan.revision, step=step, seconds=now - handed_at)
         )
 
+    def _note_drops(self, plan: StepPlan) -> None:
+        for expiry in plan.expired:
+            self._book_drop(expiry.request_id, CancelCause(expiry.cause.value))
+        for request_id in plan.stopped:
+            self._book_drop(request_id, CancelCause.TENANT_STOPPED)
+
     def _note_moves(self, plan: StepPlan) -> None:
         for request_id in plan.preempted:
-            self._live[request_id].is_running = False
+            self._live[request_id].phase = Phase.WAITING
+        for copy in plan.swap_out:
+            self._live[copy.request_id].phase = Phase.SWAPPED
         for request_id in plan.admitted:
-            self._live[request_id].is_running = True
+            self._live[request_id].phase = Phase.RUNNING
 
     def _end(self) -> None:
         with self._lock:
@@ -314,15 +306,19 @@ class EngineLoop:
         return rejection
 
     def _cancel(self, request_id: str, cause: CancelCause) -> bool:
-        was_alive = self._scheduler.cancel(request_id, self._clock())
-        if was_alive:
-            self._book_cancel(request_id, cause)
-        return was_alive
+        phase = self._scheduler.cancel(request_id, self._clock())
+        if phase is None:
+            return False
+        self._book(self._live.pop(request_id).tenant, cause, phase)
+        return True
 
-    def _book_cancel(self, request_id: str, cause: CancelCause) -> None:
+    def _book_drop(self, request_id: str, cause: CancelCause) -> None:
+        """Book a request that the scheduler has dropped by itself."""
         live = self._live.pop(request_id)
-        state = "running" if live.is_running else "waiting"
-        self._cancelled[CancelKey(tenant=live.tenant, cause=cause, state=state)] += 1
+        self._book(live.tenant, cause, live.phase)
+
+    def _book(self, tenant: str, cause: CancelCause, phase: Phase) -> None:
+        self._cancelled[CancelKey(tenant=tenant, cause=cause, state=phase.value)] += 1
 
     def _finish(self, request_id: str) -> bool:
         self._live.pop(request_id, None)
@@ -341,5 +337,19 @@ class EngineLoop:
             scheduler=stats,
             cancelled=dict(self._cancelled),
             tokens_after_cancel=self._tokens_after_cancel,
+            step_costs=self._scheduler.step_costs,
         )
         return self._last_stats
+
+
+def _report(plan: StepPlan, began: float, committed: float) -> StepReport:
+    """Tell what planning alone has done."""
+    return StepReport(
+        step=plan.step,
+        planned_at=began,
+        committed_at=committed,
+        admitted=plan.admitted,
+        outputs=tuple(TokenOutput(i, None, FinishReason.LENGTH) for i in plan.ended),
+        expired=plan.expired,
+        stopped=plan.stopped,
+    )

@@ -103,8 +103,10 @@ class Reporter:
             degraded=self._source.degraded,
             running=stats.running,
             waiting=stats.waiting,
+            swapped=stats.swapped,
             kv_blocks=stats.kv_blocks,
             kv_used_blocks=stats.kv_used_blocks,
+            host_blocks=stats.host_blocks,
             tenants=tuple(
                 _counters(name, tenant)
                 for name, tenant in sorted(stats.tenants.items())
@@ -130,8 +132,9 @@ class Reporter:
 
 def _is_worth_telling(stats: TenantStats) -> bool:
     """Whether the tenant has work, or ever had."""
-    is_active = stats.running + stats.waiting > 0
-    return is_active or stats.service > 0 or stats.cancelled > 0 or stats.finished > 0
+    is_active = stats.running + stats.waiting + stats.swapped > 0
+    ended = stats.finished + stats.cancelled + stats.expired
+    return is_active or stats.service > 0 or ended > 0
 
 
 def _counters(name: str, stats: TenantStats) -> TenantCounters:
@@ -139,9 +142,11 @@ def _counters(name: str, stats: TenantStats) -> TenantCounters:
         tenant=name,
         running=stats.running,
         waiting=stats.waiting,
+        swapped=stats.swapped,
         kv_used_blocks=stats.kv_used_blocks,
+        kv_borrowed_blocks=stats.kv_borrowed_blocks,
         output_tokens=stats.output_tokens,
         service=stats.service,
         preempted=stats.preempted,
-        cancelled=stats.cancelled,
+        cancelled=stats.cancelled + stats.expired,
     )

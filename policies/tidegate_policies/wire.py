@@ -64,13 +64,18 @@ class TenantCounters:
     """One tenant in one engine; the totals grow since the engine's start.
 
     Attributes:
+        swapped: Requests whose KV is in host memory, or on its way to or from there.
+        kv_borrowed_blocks: Of `kv_used_blocks`, those above the tenant's nominal.
         service: Charged service, in cost units (1 per computed prompt token, 2 per output token).
+        cancelled: Taken out before their end, whatever the cause.
     """
 
     tenant: str
     running: int = 0
     waiting: int = 0
+    swapped: int = 0
     kv_used_blocks: int = 0
+    kv_borrowed_blocks: int = 0
     output_tokens: int = 0
     service: float = 0.0
     preempted: int = 0
@@ -90,7 +95,9 @@ class EngineReport:
         step: Number of the first step planned under `revision`.
         refused: The newest policy that was refused, until a newer one is applied.
         degraded: True while the engine can't read Redis or runs a policy from its disk.
+        swapped: Requests whose KV is in host memory, or on its way to or from there.
         kv_used_blocks: Blocks in use, of `kv_blocks`.
+        host_blocks: KV blocks in host memory.
         tenants: Tenants with work or with any total.
     """
 
@@ -105,8 +112,10 @@ class EngineReport:
     degraded: bool = False
     running: int = 0
     waiting: int = 0
+    swapped: int = 0
     kv_blocks: int = 0
     kv_used_blocks: int = 0
+    host_blocks: int = 0
     tenants: tuple[TenantCounters, ...] = ()
 
     def to_json(self) -> str:
