@@ -1,6 +1,7 @@
-"""The watermark gate: KV usage levels that close and open admission and start preemption."""
+"""Whether the KV pool has room: usage levels that gate admission, and the peak to be expected."""
 
 import enum
+from collections.abc import Sequence
 
 from tidegate_policies.snapshot import WatermarkRule
 
@@ -18,7 +19,13 @@ class Watermark(enum.StrEnum):
 
 
 class WatermarkGate:
-    """The state of one block pool against its watermarks, with hysteresis after RED."""
+    """The state of one block pool against its watermarks, with hysteresis both ways.
+
+    Attributes:
+        state: As of the last `observe`.
+        low_blocks: Usage that closes the gate for borrowers, and down to which RED lasts.
+        high_blocks: Usage that makes the gate RED; above `low_blocks`.
+    """
 
     def __init__(self, rule: WatermarkRule, *, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -27,15 +34,53 @@ class WatermarkGate:
 
     def apply_rule(self, rule: WatermarkRule) -> None:
         """Change the levels; the state follows at the next `observe`."""
-        self.low_blocks = self._num_blocks * rule.low_percent // 100
+        # At least one, so that an empty pool is always GREEN.
+        self.low_blocks = max(1, self._num_blocks * rule.low_percent // 100)
         # In a small pool both may round to the same block, and then every admission would be RED.
         high_blocks = self._num_blocks * rule.high_percent // 100
         self.high_blocks = max(high_blocks, self.low_blocks + 1)
+        # A gate that opens where it closed would admit and hold in turns, a block up, a block down.
+        self._reopening_blocks = max(1, self.low_blocks - self._num_blocks // 100)
 
     def observe(self, used_blocks: int) -> Watermark:
-        """Return the state at this usage; RED lasts until usage is down at the low watermark."""
+        """Return the state at this usage.
+
+        RED lasts until usage is down at the low watermark; GREEN returns only once usage is
+        below that by more than 1 % of the pool (in pools under 100 blocks: once it is below).
+        """
         if used_blocks >= self.high_blocks:
             self.state = Watermark.RED
-        elif self.state is not Watermark.RED or used_blocks <= self.low_blocks:
-            self.state = Watermark.GREEN if used_blocks < self.low_blocks else Watermark.YELLOW
+        elif used_blocks < self._reopening_blocks:
+            self.state = Watermark.GREEN
+        elif self.state is Watermark.RED:
+            if used_blocks <= self.low_blocks:
+                self.state = Watermark.YELLOW
+        elif used_blocks >= self.low_blocks:
+            self.state = Watermark.YELLOW
         return self.state
+
+
+def predicted_peak(occupied: Sequence[int], remaining: Sequence[int]) -> int:
+    """Return the most KV that these requests will hold together, in tokens.
+
+    Each grows by one token per step and leaves with its last, so that the sum is at its largest
+    when one of them ends. In order of remaining length, longest first, the k-th ends beside the
+    k - 1 before it, each of which has grown as much: their peak is the largest of those sums.
+
+    Source: "Past-Future Scheduler for LLM Serving under SLA Guarantees" (Gong et al., ASPLOS 2025),
+    section 3.3.
+
+    Args:
+        occupied: Tokens that each request holds now.
+        remaining: Output tokens that each is still expected to produce, in the same order.
+
+    Raises:
+        ValueError: The two differ in length.
+    """
+    held = peak = 0
+    ranked = sorted(zip(remaining, occupied, strict=True), reverse=True)
+    for count, (left, tokens) in enumerate(ranked, start=1):
+        held += tokens
+        if (total := held + left * count) > peak:
+            peak = total
+    return peak
