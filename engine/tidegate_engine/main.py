@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.model.errors import ModelLoadError
@@ -73,9 +74,10 @@ async def run_engine(settings: Settings, parts: Parts, listener: socket.socket) 
     Returns:
         The exit code.
     """
+    costs = parts.executor.measure()
     service = assemble(
         pool=settings.pool,
-        scheduler=_scheduler(settings, parts),
+        scheduler=_scheduler(settings, parts, costs),
         executor=parts.executor,
         model=parts.model,
         clock=time.monotonic,
@@ -86,6 +88,7 @@ async def run_engine(settings: Settings, parts: Parts, listener: socket.socket) 
     http = _http_server(service)
     service.engine.start()
     _log_start(settings, parts, listener)
+    _log_costs(costs)
     follow, report = _control_tasks(settings, service, redis)
     serving = asyncio.create_task(http.serve([listener]))
     asked_to_stop = asyncio.create_task(_stop_signal().wait())
@@ -130,11 +133,13 @@ def _listen(settings: Settings) -> socket.socket:
     return socket.create_server(address, family=family, backlog=_BACKLOG)
 
 
-def _scheduler(settings: Settings, parts: Parts) -> Scheduler:
+def _scheduler(settings: Settings, parts: Parts, costs: ExecutorCosts) -> Scheduler:
     capacity = parts.executor.capacity
     return Scheduler(
         num_blocks=capacity.num_blocks,
         block_size=capacity.block_size,
+        num_host_blocks=capacity.num_host_blocks,
+        costs=costs,
         limits=EngineLimits(
             max_num_seqs=settings.max_num_seqs,
             max_batched_tokens=settings.max_batched_tokens,
@@ -210,13 +215,15 @@ def _stop_signal() -> asyncio.Event:
 
 def _log_start(settings: Settings, parts: Parts, listener: socket.socket) -> None:
     host, port = listener.getsockname()[:2]
+    capacity = parts.executor.capacity
     _log.info(
-        "serving %s: %s; %d KV blocks of %d tokens, at most %d requests and %d tokens a step,"
-        " %d waiting; pool %s, pod %s, http://%s:%d",
+        "serving %s: %s; %d KV blocks of %d tokens and %d in host memory, at most %d requests and"
+        " %d tokens a step, %d waiting; pool %s, pod %s, http://%s:%d",
         parts.model.name,
         parts.summary,
-        settings.kv_blocks,
-        settings.block_size,
+        capacity.num_blocks,
+        capacity.block_size,
+        capacity.num_host_blocks,
         settings.max_num_seqs,
         settings.max_batched_tokens,
         settings.max_waiting,
@@ -224,4 +231,15 @@ def _log_start(settings: Settings, parts: Parts, listener: socket.socket) -> Non
         settings.pod_name,
         host,
         port,
+    )
+
+
+def _log_costs(costs: ExecutorCosts) -> None:
+    _log.info(
+        "a step takes %.3g ms, %.3g ms for each prompt token, %.3g ms for each decode, and more for"
+        " long contexts; moving a KV block takes %.3g ms",
+        1000 * costs.step_seconds,
+        1000 * costs.prefill_token_seconds,
+        1000 * costs.decode_seconds,
+        1000 * costs.swap_block_seconds,
     )

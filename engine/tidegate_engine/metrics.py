@@ -6,18 +6,24 @@ scrape, so that they are exact and cost nothing per token.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tidegate_engine.core.request import TenantStats
+from tidegate_engine.core.request import PreemptionKey, SchedulerStats, TenantStats
 from tidegate_engine.events import EngineStats, PolicyApplied, StepReport
 from tidegate_engine.policy_board import PolicyInForce
 from tidegate_policies.snapshot import UNKNOWN_TENANT
 
 _WATERMARK_VALUES = {"green": 0, "yellow": 1, "red": 2}
+# Shown from the start, so that a rate knows what the first one grew from.
+_NO_PREEMPTIONS = {
+    PreemptionKey(cause=cause, mode=mode): 0
+    for cause in ("displaced", "reclaimed", "pressure")
+    for mode in ("swap", "recompute")
+}
 _STEP_BUCKETS = (0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _SCHEDULER_BUCKETS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2)
 _SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -100,6 +106,8 @@ class EngineMetrics:
             return
         self._step.observe(report.step_seconds)
         self._scheduler.observe(report.scheduler_seconds)
+        self._totals.step_seconds += report.step_seconds
+        self._totals.scheduler_seconds += report.scheduler_seconds
         self._batch.observe(report.batch_size)
         self._prefill.observe(report.prefill_tokens)
         self._decode.observe(report.decode_tokens)
@@ -142,6 +150,8 @@ class _Totals(Collector):
         self._pool = pool
         self.stats: EngineStats | None = None
         self.tenants: tuple[str, ...] = ()
+        self.step_seconds = 0.0
+        self.scheduler_seconds = 0.0
 
     def collect(self) -> Iterator[Metric]:
         """Yield every series once."""
@@ -152,18 +162,26 @@ class _Totals(Collector):
 
     def _engine_series(self, stats: EngineStats) -> Iterator[Metric]:
         engine = stats.scheduler
-        blocks = GaugeMetricFamily(
-            "tidegate_kv_blocks", "KV blocks by state", labels=("pool", "state")
-        )
-        blocks.add_metric((self._pool, "used"), engine.kv_used_blocks)
-        blocks.add_metric((self._pool, "free"), engine.kv_blocks - engine.kv_used_blocks)
-        yield blocks
+        yield from self._memory_series(engine)
         yield self._gauge(
             "watermark_state",
             "0 = green, 1 = yellow: no borrowed admission, 2 = red: borrowers are evicted",
             _WATERMARK_VALUES[engine.watermark],
         )
         yield self._gauge("policy_revision", "The policy in force", engine.revision)
+        yield self._gauge(
+            "scheduler_overhead_ratio",
+            "Time planning and committing over time executing, of all steps so far",
+            self.scheduler_seconds / self.step_seconds if self.step_seconds else 0.0,
+        )
+        costs = GaugeMetricFamily(
+            "tidegate_step_cost_seconds",
+            "Time of the parts of a step and of a copy, as the scheduler has fitted them",
+            labels=("pool", "part"),
+        )
+        for name, seconds in asdict(stats.step_costs).items():
+            costs.add_metric((self._pool, name.removesuffix("_seconds")), seconds)
+        yield costs
         after = CounterMetricFamily(
             "tidegate_tokens_after_cancel",
             "Tokens computed in steps planned after the cancel; more than 0 is a defect",
@@ -172,6 +190,28 @@ class _Totals(Collector):
         after.add_metric((self._pool,), stats.tokens_after_cancel)
         yield after
 
+    def _memory_series(self, engine: SchedulerStats) -> Iterator[Metric]:
+        blocks = GaugeMetricFamily(
+            "tidegate_kv_blocks",
+            "KV blocks by state: of the device's used, cached for later, and free; of the host's",
+            labels=("pool", "state"),
+        )
+        used, cached = engine.kv_used_blocks, engine.kv_cached_blocks
+        blocks.add_metric((self._pool, "used"), used)
+        blocks.add_metric((self._pool, "cached"), cached)
+        blocks.add_metric((self._pool, "free"), engine.kv_blocks - used - cached)
+        blocks.add_metric((self._pool, "host_used"), engine.host_used_blocks)
+        blocks.add_metric((self._pool, "host_free"), engine.host_blocks - engine.host_used_blocks)
+        yield blocks
+        swaps = CounterMetricFamily(
+            "tidegate_swap_blocks",
+            "KV blocks moved between device and host",
+            labels=("pool", "direction"),
+        )
+        swaps.add_metric((self._pool, "out"), engine.swap_out_blocks)
+        swaps.add_metric((self._pool, "in"), engine.swap_in_blocks)
+        yield swaps
+
     def _tenant_series(self, stats: EngineStats) -> Iterator[Metric]:
         tenants = {name: stats.scheduler.tenants.get(name, TenantStats()) for name in self.tenants}
         requests = GaugeMetricFamily(
@@ -179,7 +219,8 @@ class _Totals(Collector):
         )
         tokens = CounterMetricFamily(
             "tidegate_tokens",
-            "Tokens by kind: prompt tokens computed, output tokens, tokens computed again",
+            "Tokens by kind: prompt tokens computed, found in the prefix cache, output tokens,"
+            " tokens computed again",
             labels=("pool", "tenant", "kind"),
         )
         counters = GaugeMetricFamily(
@@ -193,11 +234,14 @@ class _Totals(Collector):
         for name, tenant in tenants.items():
             requests.add_metric((self._pool, name, "running"), tenant.running)
             requests.add_metric((self._pool, name, "waiting"), tenant.waiting)
+            requests.add_metric((self._pool, name, "swapped"), tenant.swapped)
             tokens.add_metric((self._pool, name, "prompt"), tenant.prompt_tokens)
+            tokens.add_metric((self._pool, name, "cached"), tenant.cached_tokens)
             tokens.add_metric((self._pool, name, "output"), tenant.output_tokens)
             tokens.add_metric((self._pool, name, "recomputed"), tenant.recomputed_tokens)
             counters.add_metric((self._pool, name), tenant.virtual_counter)
-            preemptions.add_metric((self._pool, name, "recompute", "pressure"), tenant.preempted)
+            for (cause, mode), count in {**_NO_PREEMPTIONS, **tenant.preemptions}.items():
+                preemptions.add_metric((self._pool, name, mode, cause), count)
         yield from (requests, tokens, counters, preemptions)
         cancelled = CounterMetricFamily(
             "tidegate_cancelled",

@@ -1,7 +1,6 @@
 """The OpenAI-compatible HTTP API of one engine."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
@@ -12,6 +11,7 @@ from starlette.responses import Response
 
 from tidegate_engine.bridge import engine_stats
 from tidegate_engine.core.arrival import refuse_for_queue
+from tidegate_engine.server.caller import Caller
 from tidegate_engine.server.edge import Edge
 from tidegate_engine.server.errors import (
     ApiError,
@@ -41,20 +41,6 @@ SCRAPE_PATIENCE_SECONDS = 2.0
 """How long a scrape waits for the step in flight; then it gets the last count."""
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who calls, and under which id.
-
-    Attributes:
-        request_id: The id of the response.
-        arrived_at: Clock when the request came.
-    """
-
-    tenant: str
-    request_id: str
-    arrived_at: float
-
-
 def create_app(service: Service) -> FastAPI:
     """Build the API over `service`."""
     # No documentation pages: they would load scripts from elsewhere.
@@ -74,7 +60,7 @@ def _identify(service: Service) -> Callable[[Request], Awaitable[Caller]]:
     # Asynchronous, so that it runs in the event loop, where keys are replaced, not in a thread.
     async def identify(request: Request) -> Caller:
         tenant = service.identities.tenant_of(request.headers.get("authorization"))
-        return Caller(tenant, request.state.request_id, request.state.arrived_at)
+        return Caller.of(request, tenant=tenant)
 
     return identify
 
@@ -87,9 +73,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         body: CompletionBody, request: Request, caller: Annotated[Caller, Depends(identify)]
     ) -> Response:
         _check_servable(service, body)
-        intake = await take_completion(
-            body, generation_id=caller.request_id, tenant=caller.tenant, model=service.model
-        )
+        intake = await take_completion(body, caller=caller, model=service.model)
         response_format = CompletionFormat(
             _head(service, caller),
             wants_logprobs=body.logprobs is not None,
@@ -106,9 +90,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         body: ChatBody, request: Request, caller: Annotated[Caller, Depends(identify)]
     ) -> Response:
         _check_servable(service, body)
-        intake = await take_chat(
-            body, generation_id=caller.request_id, tenant=caller.tenant, model=service.model
-        )
+        intake = await take_chat(body, caller=caller, model=service.model)
         response_format = ChatFormat(
             _head(service, caller),
             wants_logprobs=bool(body.logprobs),

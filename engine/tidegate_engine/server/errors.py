@@ -24,6 +24,8 @@ _REJECTION_STATUS = {
     RejectionCode.PROMPT_TOO_LONG: 400,
     RejectionCode.EMPTY_PROMPT: 400,
     RejectionCode.QUEUE_FULL: 503,
+    RejectionCode.TENANT_QUEUE_FULL: 429,
+    RejectionCode.TENANT_STOPPED: 403,
     RejectionCode.UNKNOWN_TENANT: 401,
     RejectionCode.NO_POLICY: 503,
 }
@@ -126,6 +128,37 @@ class RequestCancelledError(ApiError):
     def __init__(self) -> None:
         # 410, as the official client repeats what was answered with 409.
         super().__init__(410, "request_cancelled", "The request was cancelled.")
+
+
+class QueueTimeoutError(ApiError):
+    """A request waited for its first token for longer than its tenant's policy allows."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            504,
+            "queue_timeout",
+            "The request waited for its first token for longer than its tenant's queue timeout.",
+        )
+
+
+class RequestTimeoutError(ApiError):
+    """A request took longer than its tenant's policy allows."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            504, "request_timeout", "The request took longer than its tenant's request timeout."
+        )
+
+
+class TenantStoppedError(ApiError):
+    """The tenant's policy has cancelled all its requests."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            403,
+            RejectionCode.TENANT_STOPPED.value,
+            "The tenant was stopped; all its requests were cancelled.",
+        )
 
 
 class SlowReaderError(ApiError):

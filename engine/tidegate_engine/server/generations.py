@@ -7,6 +7,7 @@ All of this lives in the event loop; the engine's thread only knows the requests
 import asyncio
 from collections.abc import Sequence
 
+from tidegate_engine.core.plan import ExpiryCause
 from tidegate_engine.core.request import Request, TokenOutput
 from tidegate_engine.events import CancelCause, StepReport
 from tidegate_engine.loop import EngineLoop, EngineStoppedError
@@ -15,8 +16,11 @@ from tidegate_engine.server.errors import (
     ApiError,
     EngineDrainingError,
     EngineFailedError,
+    QueueTimeoutError,
     RequestCancelledError,
+    RequestTimeoutError,
     SlowReaderError,
+    TenantStoppedError,
     from_rejection,
 )
 from tidegate_engine.server.generation import Choice, Generation
@@ -118,17 +122,23 @@ class Generations:
     # -- from the engine -------------------------------------------------------------------------
 
     def take_step(self, report: StepReport) -> None:
-        """Pass a step's tokens to those who wait for them."""
+        """Pass a step's tokens, or what ended a request before its end, to those who wait."""
         for request_id in report.admitted:
             if (choice := self._by_request.get(request_id)) is not None:
                 self._note_admission(choice, report.planned_at)
         for output in report.outputs:
             if (choice := self._by_request.get(output.request_id)) is not None:
                 self._take(choice, output, report.committed_at)
+        for request_id, cause in report.expired:
+            error = (
+                QueueTimeoutError() if cause is ExpiryCause.QUEUE_TIMEOUT else RequestTimeoutError()
+            )
+            self._abort_of(request_id, error, CancelCause(cause.value))
+        for request_id in report.stopped:
+            self._abort_of(request_id, TenantStoppedError(), CancelCause.TENANT_STOPPED)
         for request_id in report.failed:
-            if (choice := self._by_request.get(request_id)) is not None:
-                error = EngineFailedError(f"A step failed: {report.failure}")
-                self._abort(choice.generation, error, CancelCause.ENGINE_FAILED)
+            error = EngineFailedError(f"A step failed: {report.failure}")
+            self._abort_of(request_id, error, CancelCause.ENGINE_FAILED)
 
     def engine_stopped(self) -> None:
         """End everything: no more tokens will come."""
@@ -148,6 +158,11 @@ class Generations:
             generation.overflowed.set()
             return
         generation.put(choice.index, output)
+
+    def _abort_of(self, request_id: str, error: ApiError, cause: CancelCause) -> None:
+        """Stop the whole generation of a request that the engine has dropped."""
+        if (choice := self._by_request.get(request_id)) is not None:
+            self._abort(choice.generation, error, cause)
 
     def _abort(self, generation: Generation, error: ApiError, cause: CancelCause) -> None:
         """Stop a generation in the engine; who reads it gets `error` and then calls `end`."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tidegate_engine.core.request import RejectionCode, Request
 from tidegate_engine.core.sampling import SamplingParams
+from tidegate_engine.server.caller import Caller
 from tidegate_engine.server.errors import ApiError
 from tidegate_engine.server.schema import (
     DEFAULT_COMPLETION_TOKENS,
@@ -44,9 +45,7 @@ class Intake:
     stops: tuple[str, ...]
 
 
-async def take_completion(
-    body: CompletionBody, *, generation_id: str, tenant: str, model: ServedModel
-) -> Intake:
+async def take_completion(body: CompletionBody, *, caller: Caller, model: ServedModel) -> Intake:
     """Prepare a completion.
 
     Raises:
@@ -55,14 +54,10 @@ async def take_completion(
     prompts = await _completion_prompts(body, model)
     sampling = _sampling(body, logprobs=body.logprobs)
     wanted = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-    return _intake(
-        body, prompts, sampling, wanted=wanted, caller=_Caller(generation_id, tenant, model)
-    )
+    return _intake(body, prompts, sampling, wanted=wanted, caller=caller, model=model)
 
 
-async def take_chat(
-    body: ChatBody, *, generation_id: str, tenant: str, model: ServedModel
-) -> Intake:
+async def take_chat(body: ChatBody, *, caller: Caller, model: ServedModel) -> Intake:
     """Prepare a chat completion.
 
     Raises:
@@ -76,16 +71,7 @@ async def take_chat(
         raise ApiError(400, "invalid_messages", f"{error}.", param="messages") from error
     sampling = _sampling(body, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
     wanted = body.max_completion_tokens or body.max_tokens or model.max_context_tokens
-    return _intake(
-        body, [prompt], sampling, wanted=wanted, caller=_Caller(generation_id, tenant, model)
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Caller:
-    generation_id: str
-    tenant: str
-    model: ServedModel
+    return _intake(body, [prompt], sampling, wanted=wanted, caller=caller, model=model)
 
 
 def _intake(
@@ -94,7 +80,8 @@ def _intake(
     sampling: SamplingParams,
     *,
     wanted: int,
-    caller: _Caller,
+    caller: Caller,
+    model: ServedModel,
 ) -> Intake:
     if len(prompts) * body.n > MAX_CHOICES:
         raise ApiError(
@@ -103,16 +90,16 @@ def _intake(
             f"n times the number of prompts is at most {MAX_CHOICES}.",
             param="n",
         )
-    model = caller.model
     stop_ids = () if body.ignore_eos else tuple(sorted(model.tokenizer.eos_token_ids))
     requests = tuple(
         Request(
-            request_id=f"{caller.generation_id}.{number * body.n + choice}",
+            request_id=f"{caller.request_id}.{number * body.n + choice}",
             tenant=caller.tenant,
             prompt_ids=prompt,
             max_output_tokens=min(wanted, _room(prompt, model)),
             sampling=_for_choice(sampling, choice),
             stop_token_ids=stop_ids,
+            ttft_seconds=caller.ttft_seconds,
         )
         for number, prompt in enumerate(map(tuple, prompts))
         for choice in range(body.n)

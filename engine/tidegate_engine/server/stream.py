@@ -129,7 +129,11 @@ class EventStream(Response):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Send until the answer is complete, the client hangs up, or it reads too slowly."""
+        """Send until the answer is complete, the client hangs up, or it reads too slowly.
+
+        Raises:
+            ApiError: The generation was ended early, and nothing was sent.
+        """
         answer = self._answer
         sending = asyncio.ensure_future(self._send_all(send))
         watching = asyncio.ensure_future(_disconnect(receive))
@@ -146,30 +150,47 @@ class EventStream(Response):
             sending.result()
 
     async def _send_all(self, send: Send) -> None:
+        """Send the events. The head waits for the first: until then, the status can tell an error.
+
+        Raises:
+            ApiError: The generation was ended early, and nothing was sent.
+        """
+        has_begun = False
+        try:
+            async for body in self._events():
+                if not has_begun:
+                    await self._send_head(send)
+                    has_begun = True
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+        except ApiError as error:
+            if not has_begun:
+                raise
+            body = _event(error.body())  # and no `[DONE]` behind it
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_head(self, send: Send) -> None:
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        async for body in self._events():
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
-        """Yield the events, those of one step together. After an error comes no `[DONE]`."""
+        """Yield the events, those of one step together.
+
+        Raises:
+            ApiError: The generation was ended early.
+        """
         answer = self._answer
         openings = [answer.format.opening(index) for index in range(len(answer.texts))]
-        if any(openings):
-            yield b"".join(_event(opening) for opening in openings if opening is not None)
-        try:
-            async for deltas in answer.deltas():
-                yield b"".join(
-                    _event(answer.format.chunk(index, delta))
-                    for index, delta in deltas
-                    if delta.text or delta.logprobs or delta.finish_reason is not None
-                )
-        except ApiError as error:
-            yield _event(error.body())
-            return
+        head = b"".join(_event(opening) for opening in openings if opening is not None)
+        async for deltas in answer.deltas():
+            yield head + b"".join(
+                _event(answer.format.chunk(index, delta))
+                for index, delta in deltas
+                if delta.text or delta.logprobs or delta.finish_reason is not None
+            )
+            head = b""
         tail = _event(answer.format.usage_chunk(answer.usage)) if answer.includes_usage else b""
         yield tail + _DONE
 

@@ -1,0 +1,60 @@
+"""Who sends a request, and what its headers ask for."""
+
+from dataclasses import dataclass
+
+from starlette.requests import Request as HttpRequest
+
+from tidegate_engine.server.errors import ApiError
+
+TTFT_HEADER = "x-slo-ttft-ms"
+MAX_TTFT_MS = 24 * 60 * 60 * 1000
+"""Longest time to the first token that a client may ask for: a day."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caller:
+    """Who calls, under which id, and how urgently.
+
+    Attributes:
+        request_id: The id of the response.
+        arrived_at: Clock when the request came.
+        ttft_seconds: When the first token is wanted: earlier or later than the tenant's target. It
+            orders the tenant's own requests alone, so nobody gains on another tenant by it. None =
+            as the tenant's policy says.
+    """
+
+    tenant: str
+    request_id: str
+    arrived_at: float
+    ttft_seconds: float | None = None
+
+    @classmethod
+    def of(cls, request: HttpRequest, *, tenant: str) -> "Caller":
+        """Read the headers of a request that has passed the `Edge`.
+
+        Raises:
+            ApiError: A header makes no sense.
+        """
+        return cls(
+            tenant=tenant,
+            request_id=request.state.request_id,
+            arrived_at=request.state.arrived_at,
+            ttft_seconds=_ttft_seconds(request.headers.get(TTFT_HEADER)),
+        )
+
+
+def _ttft_seconds(header: str | None) -> float | None:
+    if header is None:
+        return None
+    digits = header.strip()
+    # Neither signs nor digits of other scripts, and nothing so long that reading it takes time.
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= len(str(MAX_TTFT_MS))
+    milliseconds = int(digits) if is_number else 0
+    if not 1 <= milliseconds <= MAX_TTFT_MS:
+        raise ApiError(
+            400,
+            "invalid_header",
+            f"{TTFT_HEADER} is a whole number of milliseconds from 1 to {MAX_TTFT_MS}.",
+            param=TTFT_HEADER,
+        )
+    return milliseconds / 1000
