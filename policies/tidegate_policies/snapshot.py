@@ -3,15 +3,18 @@
 The operator compiles many custom resources into one `PolicySnapshot`; an engine obeys it whole,
 from one step boundary on. Both sides share this module. A snapshot holds what engines enforce and
 nothing else, so that a change that no engine could notice makes no new revision.
+
+The text leaves out what equals its default. The defaults here are part of the format: a changed one
+would give the same text another meaning.
 """
 
 import enum
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Annotated, ClassVar
 
@@ -23,6 +26,9 @@ UNKNOWN_TENANT = "unknown"
 """Name under which all requests of undeclared tenants are scheduled and counted."""
 
 MAX_WEIGHT = 1_000_000
+
+MAX_RESERVED_PERCENT = 90
+"""Most that the tiers of one pool may reserve together, so that some service is left to order."""
 
 Percent = Annotated[int, Field(ge=0, le=100)]
 Weight = Annotated[int, Field(ge=0, le=MAX_WEIGHT)]
@@ -92,7 +98,7 @@ class TierRule:
 
     name: str
     value: int
-    reserved_share_percent: Annotated[int, Field(ge=0, le=90)] = 0
+    reserved_share_percent: Annotated[int, Field(ge=0, le=MAX_RESERVED_PERCENT)] = 0
     preempts_lower: bool = True
     wait_window_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 
@@ -295,7 +301,7 @@ class PolicySnapshot:
 
     def to_json(self) -> str:
         """Write the canonical text, over which `digest` is computed."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return _ADAPTER.dump_json(self, exclude_defaults=True).decode()
 
     @cached_property
     def digest(self) -> str:
@@ -327,12 +333,32 @@ def body_digest(body: str) -> str:
 
 def _check_consistency(snapshot: PolicySnapshot) -> None:
     """Refuse what no engine could obey."""
-    marks = snapshot.watermarks
+    _check_watermarks(snapshot.watermarks)
+    _check_batching(snapshot.batching)
+    _check_names(snapshot)
+    _check_sums(snapshot)
+
+
+def _check_watermarks(marks: WatermarkRule) -> None:
     if not 0 < marks.low_percent < marks.high_percent < 100:
         raise SnapshotError(
             f"watermarks: 0 < low < high < 100 must hold, got low {marks.low_percent} and"
             f" high {marks.high_percent}"
         )
+
+
+def _check_batching(batching: BatchingRule) -> None:
+    """Refuse limits that no number of prompt tokens meets."""
+    names = ("prefill_chunk_min", "prefill_chunk_max", "max_batched_tokens")
+    limits = [(name, limit) for name in names if (limit := getattr(batching, name)) is not None]
+    for (low_name, low), (high_name, high) in pairwise(limits):
+        if low > high:
+            raise SnapshotError(
+                f"batching: {low_name} is {low}, more than the {high_name} of {high}"
+            )
+
+
+def _check_names(snapshot: PolicySnapshot) -> None:
     _refuse_twice("tiers", (tier.name for tier in snapshot.tiers))
     _refuse_twice("tenants", (rule.tenant for rule in snapshot.tenants))
     _refuse_twice("key_digests", (d for rule in snapshot.tenants for d in rule.key_digests))
@@ -347,11 +373,21 @@ def _check_consistency(snapshot: PolicySnapshot) -> None:
     unknown = snapshot.unknown_tenants
     if unknown.action is UnknownAction.ADMIT and unknown.tier not in tiers:
         raise SnapshotError(f"unknown_tenants: tier {unknown.tier!r} is not in the snapshot")
+
+
+def _check_sums(snapshot: PolicySnapshot) -> None:
     nominal = sum(rule.kv_nominal_percent for rule in snapshot.tenants)
-    if nominal > marks.low_percent:
+    low = snapshot.watermarks.low_percent
+    if nominal > low:
         raise SnapshotError(
             f"tenants: the nominal KV percentages sum up to {nominal}, more than the low"
-            f" watermark of {marks.low_percent}"
+            f" watermark of {low}"
+        )
+    reserved = sum(tier.reserved_share_percent for tier in snapshot.tiers)
+    if reserved > MAX_RESERVED_PERCENT:
+        raise SnapshotError(
+            f"tiers: the reserved shares sum up to {reserved} percent, more than"
+            f" {MAX_RESERVED_PERCENT}"
         )
 
 

@@ -1,10 +1,19 @@
+import json
+from dataclasses import asdict
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate_policies.snapshot import (
+    BatchingRule,
+    KvEstimate,
     PolicySnapshot,
+    PreemptionMode,
+    PreemptionRule,
+    ServiceRule,
     SnapshotError,
+    StopPolicy,
     TenantRule,
     TierRule,
     UnknownAction,
@@ -13,10 +22,158 @@ from tidegate_policies.snapshot import (
 )
 from tidegate_testing.policies import POOL, a_snapshot, a_tenant
 
+seconds = st.floats(0.001, 86_400) | st.integers(1, 86_400).map(float)
+percents = st.integers(0, 100)
+counts = st.none() | st.integers(1, 10_000)
+tenant_names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8).filter(
+    lambda name: name != "unknown"
+)
+tenants = st.lists(
+    st.builds(
+        TenantRule,
+        tenant=tenant_names,
+        policy=st.just("teams/acme"),
+        tier=st.sampled_from(["high", "low"]),
+        weight=st.integers(0, 1_000_000),
+        kv_nominal_percent=st.integers(0, 16),
+        kv_borrowing_limit_percent=st.none() | percents,
+        kv_lendable_percent=percents,
+        max_running=counts,
+        max_queued=counts,
+        max_queued_tokens=counts,
+        cancel_on_disconnect=st.booleans(),
+        preemption=st.builds(
+            PreemptionRule,
+            preemptible=st.booleans(),
+            mode=st.sampled_from(PreemptionMode),
+            max_preemptions=st.integers(1, 100),
+            min_quantum_tokens=st.integers(0, 100),
+            reclaims=st.booleans(),
+        ),
+        service=st.builds(
+            ServiceRule, ttft_seconds=st.none() | seconds, queue_timeout_seconds=st.none() | seconds
+        ),
+        stop=st.sampled_from(StopPolicy),
+    ),
+    max_size=5,
+    unique_by=lambda rule: rule.tenant,
+)
+tiers = st.builds(
+    lambda high, low, window, *, preempts: [
+        TierRule(name="high", value=9, reserved_share_percent=high, preempts_lower=preempts),
+        TierRule(name="low", value=-9, reserved_share_percent=low, wait_window_seconds=window),
+    ],
+    st.integers(0, 45),
+    st.integers(0, 45),
+    st.none() | st.just(0.0) | seconds,
+    preempts=st.booleans(),
+)
+snapshots = st.builds(
+    PolicySnapshot.of,
+    st.just(POOL),
+    tiers=tiers,
+    tenants=tenants,
+    batching=st.builds(
+        BatchingRule,
+        max_num_seqs=counts,
+        wait_window_seconds=st.none() | st.just(0.0) | seconds,
+        prefill_chunk_min=st.none() | st.integers(1, 10),
+        prefill_chunk_max=st.none() | st.integers(10, 100),
+        max_batched_tokens=st.none() | st.integers(100, 1000),
+    ),
+    kv_estimate=st.sampled_from(KvEstimate),
+)
 
-def test_a_snapshot_survives_its_text() -> None:
-    snapshot = a_snapshot(a_tenant("a", weight=3, key_digests=("ab" * 32,)), a_tenant("b"))
-    assert PolicySnapshot.from_json(snapshot.to_json()) == snapshot
+
+@given(snapshots)
+def test_a_snapshot_survives_its_text_and_has_only_one(snapshot: PolicySnapshot) -> None:
+    text = snapshot.to_json()
+    again = PolicySnapshot.from_json(text)
+    assert again == snapshot
+    assert (again.to_json(), again.digest) == (text, snapshot.digest)
+
+
+@given(snapshots)
+def test_a_text_that_spells_out_the_defaults_has_the_same_digest(snapshot: PolicySnapshot) -> None:
+    everything = json.dumps(asdict(snapshot))
+    assert PolicySnapshot.from_json(everything).digest == snapshot.digest
+
+
+def test_the_text_of_a_tenant_holds_only_what_it_chose() -> None:
+    chosen = a_tenant(max_running=2, preemption=PreemptionRule(mode=PreemptionMode.SWAP))
+    (rule,) = json.loads(a_snapshot(chosen).to_json())["tenants"]
+    assert rule == {
+        "tenant": "acme",
+        "policy": "teams/acme",
+        "tier": "standard",
+        "max_running": 2,
+        "preemption": {"mode": "Swap"},
+    }
+
+
+def test_a_thousand_tenants_are_a_short_text() -> None:
+    snapshot = a_snapshot(*(a_tenant(f"team-{n}") for n in range(1000)))
+    assert len(snapshot.to_json()) < 100_000
+
+
+def test_the_defaults_are_part_of_the_format() -> None:
+    """With other ones, the texts that are already signed and stored would say something else."""
+    snapshot = PolicySnapshot.of("p", tiers=[TierRule(name="t", value=0)])
+    rule = TenantRule(tenant="a", policy="b", tier="t")
+    assert asdict(snapshot) == {
+        "pool": "p",
+        "batching": {
+            "max_num_seqs": None,
+            "max_batched_tokens": None,
+            "wait_window_seconds": None,
+            "prefill_chunk_min": None,
+            "prefill_chunk_max": None,
+            "max_partial_prefills": None,
+        },
+        "watermarks": {"low_percent": 80, "high_percent": 92},
+        "kv_estimate": "Predicted",
+        "unknown_tenants": {"action": "Reject", "tier": "", "weight": 1, "max_running": None},
+        "tiers": (
+            {
+                "name": "t",
+                "value": 0,
+                "reserved_share_percent": 0,
+                "preempts_lower": True,
+                "wait_window_seconds": None,
+            },
+        ),
+        "tenants": (),
+    }
+    assert asdict(rule) == {
+        "tenant": "a",
+        "policy": "b",
+        "tier": "t",
+        "weight": 100,
+        "kv_nominal_percent": 0,
+        "kv_borrowing_limit_percent": None,
+        "kv_lendable_percent": 100,
+        "max_running": None,
+        "max_queued": None,
+        "max_queued_tokens": None,
+        "max_prompt_tokens": None,
+        "max_output_tokens": None,
+        "cancel_on_disconnect": True,
+        "preemption": {
+            "preemptible": True,
+            "mode": "Auto",
+            "max_preemptions": 3,
+            "min_quantum_tokens": 16,
+            "reclaims": True,
+        },
+        "service": {
+            "ttft_seconds": None,
+            "itl_seconds": None,
+            "queue_timeout_seconds": None,
+            "request_timeout_seconds": None,
+        },
+        "stop": "None",
+        "key_digests": (),
+    }
 
 
 @given(st.permutations(["a", "b", "c"]), st.permutations(["high", "low", "mid"]))
@@ -47,9 +204,12 @@ def test_any_change_changes_the_digest() -> None:
         ("nonsense", "JSON"),
         (a_snapshot(a_tenant(weight=7)).to_json().replace("7", "-7"), "tenants.0.weight"),
         (a_snapshot(a_tenant(weight=7)).to_json().replace("7", "1000001"), "1000000"),
-        (a_snapshot().to_json().replace('"low_percent":80', '"low_percent":95'), "low 95"),
+        (
+            a_snapshot(watermarks=WatermarkRule(low_percent=70)).to_json().replace("70", "95"),
+            "low 95",
+        ),
         (a_snapshot().to_json().replace("standard", "gone", 1), "not in the snapshot"),
-        (a_snapshot().to_json().replace('"weight"', '"burst":1,"weight"', 1), "burst"),
+        (a_snapshot().to_json().replace('"policy"', '"burst":1,"policy"', 1), "burst"),
     ],
 )
 def test_a_bad_text_is_refused_by_the_name_of_its_field(text: str, named: str) -> None:
@@ -72,6 +232,27 @@ def test_contradictions_are_refused() -> None:
         )
     with pytest.raises(SnapshotError, match="0 < low < high < 100"):
         a_snapshot(watermarks=WatermarkRule(low_percent=0, high_percent=10))
+    with pytest.raises(SnapshotError, match="reserved shares sum up to 91"):
+        PolicySnapshot.of(
+            POOL,
+            tiers=[
+                TierRule(name="gold", value=1, reserved_share_percent=90),
+                TierRule(name="free", value=0, reserved_share_percent=1),
+            ],
+        )
+
+
+@pytest.mark.parametrize(
+    ("batching", "named"),
+    [
+        (BatchingRule(prefill_chunk_min=9, prefill_chunk_max=8), "min is 9.*max of 8"),
+        (BatchingRule(prefill_chunk_min=9, max_batched_tokens=8), "min is 9.*tokens of 8"),
+        (BatchingRule(prefill_chunk_max=9, max_batched_tokens=8), "max is 9.*tokens of 8"),
+    ],
+)
+def test_prefill_limits_that_nothing_meets_are_refused(batching: BatchingRule, named: str) -> None:
+    with pytest.raises(SnapshotError, match=named):
+        a_snapshot(batching=batching)
 
 
 def test_a_key_leads_to_its_tenant() -> None:
