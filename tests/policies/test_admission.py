@@ -75,5 +75,5 @@ def test_the_peak_may_come_before_the_longest_request_ends() -> None:
 
 
 def test_a_peak_of_requests_with_unknown_lengths_is_refused() -> None:
-    with pytest.raises(ValueError, match="argument 2"):
+    with pytest.raises(ValueError, match="1 lengths for the 2 requests"):
         predicted_peak([1, 2], [1])
