@@ -5,7 +5,7 @@ All of this lives in the event loop; the engine's thread only knows the requests
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tidegate_engine.core.plan import ExpiryCause
 from tidegate_engine.core.request import Request, TokenOutput
@@ -24,6 +24,12 @@ from tidegate_engine.server.errors import (
     from_rejection,
 )
 from tidegate_engine.server.generation import Choice, Generation
+
+
+_EXPIRY_ERRORS: dict[ExpiryCause, Callable[[], ApiError]] = {
+    ExpiryCause.QUEUE_TIMEOUT: QueueTimeoutError,
+    ExpiryCause.REQUEST_TIMEOUT: RequestTimeoutError,
+}
 
 
 class Generations:
@@ -130,10 +136,7 @@ class Generations:
             if (choice := self._by_request.get(output.request_id)) is not None:
                 self._take(choice, output, report.committed_at)
         for request_id, cause in report.expired:
-            error = (
-                QueueTimeoutError() if cause is ExpiryCause.QUEUE_TIMEOUT else RequestTimeoutError()
-            )
-            self._abort_of(request_id, error, CancelCause(cause.value))
+            self._abort_of(request_id, _EXPIRY_ERRORS[cause](), CancelCause(cause.value))
         for request_id in report.stopped:
             self._abort_of(request_id, TenantStoppedError(), CancelCause.TENANT_STOPPED)
         for request_id in report.failed:
