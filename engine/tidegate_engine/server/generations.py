@@ -25,7 +25,6 @@ from tidegate_engine.server.errors import (
 )
 from tidegate_engine.server.generation import Choice, Generation
 
-
 _EXPIRY_ERRORS: dict[ExpiryCause, Callable[[], ApiError]] = {
     ExpiryCause.QUEUE_TIMEOUT: QueueTimeoutError,
     ExpiryCause.REQUEST_TIMEOUT: RequestTimeoutError,
