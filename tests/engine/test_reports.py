@@ -10,16 +10,20 @@ from redis.asyncio import Redis
 
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_engine import reports
-from tidegate_engine.core.limits import EngineLimits
-from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.policy_source import PolicySource, ed25519_verifier
 from tidegate_engine.reports import Reporter
 from tidegate_engine.server.service import Service, assemble
 from tidegate_engine.state_file import StateFile
 from tidegate_engine.tasks import cancel_all
+from tidegate_policies.snapshot import ServiceRule, StopPolicy
 from tidegate_policies.wire import EngineReport, TenantCounters, report_key, reports_channel
 from tidegate_testing.control import Publisher, until
-from tidegate_testing.engines import StepGate, a_paced_executor, a_served_model
+from tidegate_testing.engines import (
+    StepGate,
+    a_paced_executor,
+    a_scheduler_of,
+    a_served_model,
+)
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 
@@ -41,12 +45,14 @@ async def a_reporting_engine(
     *,
     incarnation: str = "first",
     gate: StepGate | None = None,
+    step_seconds: float = 0.0,
 ) -> AsyncIterator[ReportingEngine]:
     gate = gate or StepGate()
+    executor = a_paced_executor(gate, blocks=64, host_blocks=16, step_seconds=step_seconds)
     service = assemble(
         pool=publisher.pool,
-        scheduler=Scheduler(num_blocks=64, block_size=16, limits=EngineLimits()),
-        executor=a_paced_executor(gate),
+        scheduler=a_scheduler_of(executor),
+        executor=executor,
         model=a_served_model(),
         clock=time.monotonic,
         wall_clock=time.time,
@@ -157,7 +163,7 @@ async def test_reports_come_again_and_count_what_tenants_did(
     async with a_reporting_engine(publisher, tmp_path) as engine:
         before = await reported(publisher, revision=1)
         assert before.tenants == ()
-        assert (before.kv_blocks, before.kv_used_blocks) == (64, 0)
+        assert (before.kv_blocks, before.kv_used_blocks, before.host_blocks) == (64, 0, 16)
         engine.service.engine.submit(a_request("acme", prompt=4, output=3)).result()
 
         def ask() -> tuple[TenantCounters, ...]:
@@ -166,6 +172,42 @@ async def test_reports_come_again_and_count_what_tenants_did(
 
         [tenant] = await until(ask, "counters")
         assert tenant == TenantCounters(tenant="acme", output_tokens=3, service=4 + 2 * 3)
+
+
+async def test_a_tenants_blocks_above_its_nominal_are_reported_as_borrowed(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    publisher.publish(a_snapshot(a_tenant("acme", kv_nominal_percent=3)), 1)
+    async with a_reporting_engine(publisher, tmp_path, step_seconds=0.02) as engine:
+        await reported(publisher, revision=1)
+        engine.service.engine.submit(a_request("acme", prompt=4 * 16, output=900)).result()
+
+        def ask() -> TenantCounters | None:
+            report = publisher.report(POD)
+            held = () if report is None else report.tenants
+            return held[0] if held and held[0].kv_used_blocks else None
+
+        counters = await until(ask, "blocks in use")
+        # 3 % of 64 blocks is one whole block.
+        assert counters.kv_borrowed_blocks == counters.kv_used_blocks - 1
+
+
+async def test_requests_dropped_for_their_time_are_reported_as_cancelled(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    held = a_tenant("acme", stop=StopPolicy.HOLD, service=ServiceRule(queue_timeout_seconds=0.001))
+    publisher.publish(a_snapshot(held), 1)
+    async with a_reporting_engine(publisher, tmp_path) as engine:
+        await reported(publisher, revision=1)
+        engine.service.engine.submit(a_request("acme")).result()
+
+        def ask() -> bool:
+            report = publisher.report(POD)
+            return report is not None and report.tenants == (
+                TenantCounters(tenant="acme", cancelled=1),
+            )
+
+        await until(ask, "a dropped request")
 
 
 async def test_reports_are_announced_in_order_and_expire(

@@ -1,16 +1,18 @@
 import asyncio
 
+from tidegate_engine.server.caller import Caller
 from tidegate_engine.server.intake import ENCODE_INLINE_CHARS, Intake, take_completion
 from tidegate_engine.server.schema import CompletionBody
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_testing.engines import MODEL, HeldTokenizer, a_served_model
 
 MOST_ASYNCIO_THREADS = 32
+CALLER = Caller(tenant="acme", request_id="g", arrived_at=0.0, ttft_seconds=0.25)
 
 
 async def take(model: ServedModel, **fields: object) -> Intake:
     body = CompletionBody.model_validate({"model": MODEL, **fields})
-    return await take_completion(body, generation_id="g", tenant="acme", model=model)
+    return await take_completion(body, caller=CALLER, model=model)
 
 
 async def test_choices_share_their_prompt() -> None:
@@ -18,6 +20,13 @@ async def test_choices_share_their_prompt() -> None:
     hello, again, bye, _ = (request.prompt_ids for request in intake.requests)
     assert hello is again
     assert (len(hello), len(bye)) == (5, 3)
+
+
+async def test_every_choice_is_its_callers_and_as_urgent() -> None:
+    intake = await take(a_served_model(), prompt="Hello", n=2)
+    assert [request.request_id for request in intake.requests] == ["g.0", "g.1"]
+    assert {request.tenant for request in intake.requests} == {"acme"}
+    assert {request.ttft_seconds for request in intake.requests} == {0.25}
 
 
 async def test_prompts_take_no_thread_from_the_rest_of_the_engine() -> None:

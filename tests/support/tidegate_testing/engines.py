@@ -129,7 +129,7 @@ class RunningEngine:
     def is_idle(self) -> bool:
         """Whether no request is in the engine."""
         scheduler = self.stats().scheduler
-        return scheduler.running + scheduler.waiting == 0
+        return scheduler.running + scheduler.waiting + scheduler.swapped == 0
 
     def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """Scrape: value by name and labels, without `pool`."""
@@ -180,6 +180,7 @@ def a_running_engine(
     executor: Executor | None = None,
     model: ServedModel | None = None,
     blocks: int = 4096,
+    host_blocks: int = 0,
     step_seconds: float = 0.0,
     max_num_seqs: int = 32,
     max_waiting: int = 1000,
@@ -188,12 +189,11 @@ def a_running_engine(
 ) -> Iterator[RunningEngine]:
     """Serve from a thread until the block ends; `policy` is in force when it begins."""
     gate = StepGate()
-    used = executor or a_paced_executor(gate, blocks=blocks, step_seconds=step_seconds)
-    scheduler = Scheduler(
-        num_blocks=used.capacity.num_blocks,
-        block_size=used.capacity.block_size,
-        limits=EngineLimits(max_num_seqs=max_num_seqs, max_waiting=max_waiting),
+    used = executor or a_paced_executor(
+        gate, blocks=blocks, host_blocks=host_blocks, step_seconds=step_seconds
     )
+    limits = EngineLimits(max_num_seqs=max_num_seqs, max_waiting=max_waiting)
+    scheduler = a_scheduler_of(used, limits)
     started = threading.Event()
     exits = ExitStack()
     engines: list[RunningEngine] = []
@@ -237,12 +237,23 @@ def a_running_engine(
         thread.join()
 
 
+def a_scheduler_of(executor: Executor, limits: EngineLimits | None = None) -> Scheduler:
+    """Build the scheduler of an executor, as an engine's start does; no policy is in force."""
+    return Scheduler(
+        num_blocks=executor.capacity.num_blocks,
+        block_size=executor.capacity.block_size,
+        num_host_blocks=executor.capacity.num_host_blocks,
+        limits=limits or EngineLimits(),
+        costs=executor.measure(),
+    )
+
+
 def a_paced_executor(
-    gate: StepGate, *, blocks: int = 4096, step_seconds: float = 0.0
+    gate: StepGate, *, blocks: int = 4096, host_blocks: int = 0, step_seconds: float = 0.0
 ) -> SimulatedExecutor:
     """Build an executor whose steps take `step_seconds` and wait for `gate`."""
     return SimulatedExecutor(
-        capacity=Capacity(num_blocks=blocks, num_host_blocks=0, block_size=BLOCK_SIZE),
+        capacity=Capacity(num_blocks=blocks, num_host_blocks=host_blocks, block_size=BLOCK_SIZE),
         vocab_size=NUM_PRINTABLE,
         cost=StepCost(step_seconds=step_seconds, prefill_token_seconds=0, decode_seconds=0),
         pace=gate,

@@ -1,0 +1,35 @@
+import pytest
+from starlette.requests import Request
+
+from tidegate_engine.server.caller import MAX_TTFT_MS, TTFT_HEADER, Caller
+from tidegate_engine.server.errors import ApiError
+
+
+def caller(*values: str) -> Caller:
+    headers = [(TTFT_HEADER.encode(), value.encode()) for value in values]
+    state = {"request_id": "cmpl-1", "arrived_at": 2.5}
+    request = Request({"type": "http", "headers": headers, "state": state})
+    return Caller.of(request, tenant="acme")
+
+
+def test_without_a_header_the_policy_says_when_the_first_token_is_wanted() -> None:
+    assert caller() == Caller(tenant="acme", request_id="cmpl-1", arrived_at=2.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("1", 0.001), ("250", 0.25), (" 0250 ", 0.25), ("86400000", 86_400)]
+)
+def test_the_header_says_when_the_first_token_is_wanted(text: str, seconds: float) -> None:
+    assert caller(text).ttft_seconds == seconds
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "0", "-5", "+5", "2.5", "1e3", "0x10", "1_000", "soon", "²", "٣", "86400001", "9" * 5000],
+)
+def test_anything_else_is_refused_with_the_headers_name_and_its_limit(text: str) -> None:
+    with pytest.raises(ApiError, match=str(MAX_TTFT_MS)) as caught:
+        caller(text)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_header")
+    assert caught.value.param == TTFT_HEADER
+    assert TTFT_HEADER in str(caught.value)

@@ -1,0 +1,24 @@
+import pytest
+
+from tidegate_engine.core.request import Rejection, RejectionCode
+from tidegate_engine.server.errors import REASON_HEADER, from_rejection
+
+STATUS = {
+    RejectionCode.PROMPT_TOO_LONG: 400,
+    RejectionCode.EMPTY_PROMPT: 400,
+    RejectionCode.UNKNOWN_TENANT: 401,
+    RejectionCode.TENANT_STOPPED: 403,
+    RejectionCode.TENANT_QUEUE_FULL: 429,
+    RejectionCode.QUEUE_FULL: 503,
+    RejectionCode.NO_POLICY: 503,
+}
+
+
+@pytest.mark.parametrize("code", list(RejectionCode))
+def test_every_refusal_has_its_status_and_tells_proxies_its_reason(code: RejectionCode) -> None:
+    error = from_rejection(Rejection(code=code, message="no", retry_after_seconds=2.1))
+    assert error.status == STATUS[code]
+    assert error.headers[REASON_HEADER] == error.code
+    if code is not RejectionCode.UNKNOWN_TENANT:
+        assert error.code == code.value
+        assert error.headers["retry-after"] == "3"
