@@ -106,7 +106,8 @@ def test_a_process_serves_and_ends_in_peace(publisher: Publisher, tmp_path: Path
         assert report.revision == 1
         assert engine.terminate() == 0
         log = engine.log.read_text()
-    assert "serving simulated: simulated (no weights); 1024 KV blocks of 16 tokens" in log
+    assert "serving simulated: simulated (no weights); 1024 KV blocks of 16 tokens and " in log
+    assert "a step takes " in log
     assert "Traceback" not in log
 
 

@@ -1,0 +1,171 @@
+"""What a tenant's policy refuses or ends, as its client sees it."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+
+from tidegate_policies.snapshot import PolicySnapshot, ServiceRule, StopPolicy
+from tidegate_testing.cluster import eventually
+from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine
+from tidegate_testing.policies import a_snapshot
+
+ENDLESS = 50_000
+SHORT = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
+LONG = {"model": MODEL, "prompt": "Hello", "max_tokens": ENDLESS}
+
+
+def a_policy(**fields: object) -> PolicySnapshot:
+    return a_snapshot(a_keyed_tenant("acme", **fields), a_keyed_tenant("zeta"))
+
+
+def complete(engine: RunningEngine, body: dict[str, object], **headers: str) -> httpx.Response:
+    return engine.http().post("/v1/completions", json=body, headers=headers)
+
+
+def complete_later(
+    engine: RunningEngine, body: dict[str, object], **headers: str
+) -> "Future[httpx.Response]":
+    """Send from another thread; return once the request waits in the engine."""
+    waiting = engine.stats().scheduler.waiting
+    client = engine.http()
+    thread = ThreadPoolExecutor(max_workers=1)
+    answer = thread.submit(client.post, "/v1/completions", json=body, headers=headers)
+    thread.shutdown(wait=False)
+    eventually(lambda: engine.stats().scheduler.waiting > waiting, "a waiting request")
+    return answer
+
+
+def check_error(answer: httpx.Response, status: int, code: str) -> None:
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert answer.headers["x-tidegate-reason"] == code
+
+
+def cancelled(engine: RunningEngine, cause: str, state: str) -> float | None:
+    return engine.sample("tidegate_cancelled_total", tenant="acme", cause=cause, state=state)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_waits_too_long_for_the_first_token_gets_504(*, stream: bool) -> None:
+    policy = a_policy(stop=StopPolicy.HOLD, service=ServiceRule(queue_timeout_seconds=0.05))
+    with a_running_engine(policy) as engine:
+        began = time.monotonic()
+        check_error(complete(engine, {**LONG, "stream": stream}), 504, "queue_timeout")
+        assert time.monotonic() - began >= 0.05
+        assert cancelled(engine, "queue_timeout", "waiting") == 1
+        assert engine.is_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_several_choices_that_wait_too_long_all_are_dropped(*, stream: bool) -> None:
+    policy = a_policy(stop=StopPolicy.HOLD, service=ServiceRule(queue_timeout_seconds=0.05))
+    with a_running_engine(policy) as engine:
+        check_error(complete(engine, {**LONG, "stream": stream, "n": 3}), 504, "queue_timeout")
+        assert cancelled(engine, "queue_timeout", "waiting") == 3
+
+
+def test_an_answer_that_takes_too_long_is_504() -> None:
+    policy = a_policy(service=ServiceRule(request_timeout_seconds=0.05))
+    with a_running_engine(policy, step_seconds=0.001) as engine:
+        check_error(complete(engine, LONG), 504, "request_timeout")
+        assert cancelled(engine, "request_timeout", "running") == 1
+
+
+def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
+    policy = a_policy(service=ServiceRule(request_timeout_seconds=0.2))
+    with a_running_engine(policy, step_seconds=0.001) as engine:
+        answer = complete(engine, {**LONG, "stream": True})
+    events = answer.text.rstrip("\n").split("\n\n")
+    assert answer.status_code == 200
+    assert len(events) > 1
+    assert '"code":"request_timeout"' in events[-1]
+    assert "[DONE]" not in answer.text
+    assert '"finish_reason":"' not in answer.text
+
+
+def test_a_stopped_tenants_stream_ends_with_an_error() -> None:
+    with a_running_engine(a_policy(), step_seconds=0.001) as engine:
+        stream = engine.openai().completions.create(
+            model=MODEL, prompt="Hello", max_tokens=ENDLESS, stream=True
+        )
+        next(iter(stream))
+        engine.apply(a_policy(stop=StopPolicy.CANCEL))
+        with pytest.raises(openai.APIError) as caught:
+            list(stream)
+        assert caught.value.code == "tenant_stopped"
+        assert cancelled(engine, "tenant_stopped", "running") == 1
+        assert engine.is_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stopped_tenants_unanswered_request_is_403(*, stream: bool) -> None:
+    with a_running_engine(a_policy(stop=StopPolicy.HOLD)) as engine:
+        answer = complete_later(engine, {**LONG, "stream": stream})
+        engine.apply(a_policy(stop=StopPolicy.CANCEL))
+        check_error(answer.result(), 403, "tenant_stopped")
+        assert cancelled(engine, "tenant_stopped", "waiting") == 1
+
+
+@pytest.mark.parametrize("stop", [StopPolicy.DRAIN, StopPolicy.CANCEL])
+def test_a_stopped_tenant_is_known_and_refused_alone(stop: StopPolicy) -> None:
+    with a_running_engine(a_policy(stop=stop)) as engine:
+        check_error(complete(engine, SHORT), 403, "tenant_stopped")
+        # It is still a tenant of the pool, so it may look and clean up.
+        assert engine.http().get("/v1/models").status_code == 200
+        assert engine.http("zeta").post("/v1/completions", json=SHORT).status_code == 200
+
+
+def test_a_draining_tenants_running_request_finishes() -> None:
+    with a_running_engine(a_policy()) as engine:
+        stream = engine.openai().completions.create(
+            model=MODEL, prompt="Hello", max_tokens=300, stream=True
+        )
+        next(iter(stream))
+        engine.apply(a_policy(stop=StopPolicy.DRAIN))
+        assert list(stream)[-1].choices[0].finish_reason == "length"
+
+
+def test_a_tenants_full_queue_is_429_for_it_alone() -> None:
+    with a_running_engine(a_policy(stop=StopPolicy.HOLD, max_queued=1)) as engine:
+        first = complete_later(engine, SHORT)
+        refused = complete(engine, SHORT)
+        check_error(refused, 429, "tenant_queue_full")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+        assert engine.http("zeta").post("/v1/completions", json=SHORT).status_code == 200
+        engine.apply(a_policy())
+        assert first.result().status_code == 200
+
+
+def test_a_wrong_deadline_is_refused_by_its_header() -> None:
+    with a_running_engine(a_policy()) as engine:
+        refused = complete(engine, SHORT, **{"x-slo-ttft-ms": "soon"})
+        check_error(refused, 400, "invalid_header")
+        assert refused.json()["error"]["param"] == "x-slo-ttft-ms"
+        assert complete(engine, SHORT, **{"x-slo-ttft-ms": "500"}).status_code == 200
+
+
+def test_of_a_tenants_own_requests_the_more_urgent_goes_first() -> None:
+    with a_running_engine(
+        a_policy(stop=StopPolicy.HOLD), max_num_seqs=1, step_seconds=0.001
+    ) as engine:
+        ended: list[str] = []
+        body = {**SHORT, "max_tokens": 100}
+        patient = complete_later(engine, body, **{"x-slo-ttft-ms": "3600000"})
+        urgent = complete_later(engine, body, **{"x-slo-ttft-ms": "60000"})
+        patient.add_done_callback(lambda _: ended.append("patient"))
+        urgent.add_done_callback(lambda _: ended.append("urgent"))
+        engine.apply(a_policy())
+        assert patient.result().status_code == urgent.result().status_code == 200
+        eventually(lambda: len(ended) == 2, "both answers")
+        assert ended == ["urgent", "patient"]
+
+
+def test_a_stream_that_is_cancelled_before_its_first_token_gets_a_status() -> None:
+    with a_running_engine(a_policy(stop=StopPolicy.HOLD)) as engine:
+        answer = complete_later(engine, {**LONG, "stream": True})
+        [request_id] = engine.service.generations.running_ids
+        assert engine.http().delete(f"/v1/requests/{request_id}").status_code == 200
+        check_error(answer.result(), 410, "request_cancelled")
+        assert answer.result().headers["x-request-id"] == request_id
