@@ -18,6 +18,7 @@ from tidegate_engine.core.request import (
     TokenOutput,
 )
 from tidegate_engine.executor.base import Executor
+from tidegate_engine.executor.clock import Clock
 from tidegate_engine.replay.log import Outcome, ReplayLog, RequestTrace, StepTrace
 
 _LEAST_WAIT_SECONDS = 1e-6
@@ -55,18 +56,6 @@ class StepScheduler(Protocol):
         ...
 
 
-class Clock(Protocol):
-    """A clock that stands still until somebody moves it."""
-
-    def now(self) -> float:
-        """Return the time in seconds."""
-        ...
-
-    def advance(self, seconds: float) -> None:
-        """Let time pass."""
-        ...
-
-
 class Arrival(NamedTuple):
     """A request and when it comes, on the replay's clock."""
 
@@ -95,7 +84,7 @@ class Replay:
         Args:
             scheduler: With a policy in force, or one in its mailbox.
             executor: Moves `clock` by what a step takes; another one computes in no time.
-            clock: Shared with `executor`.
+            clock: Shared with `executor`; a virtual one, or waiting takes real time.
         """
         self.scheduler = scheduler
         self.executor = executor
