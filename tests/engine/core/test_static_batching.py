@@ -351,7 +351,7 @@ lengths = st.tuples(st.integers(1, 20), st.integers(1, 12))
 
 @given(requests=st.lists(lengths, min_size=1, max_size=12), is_bucketed=st.booleans())
 def test_everybody_gets_their_output_and_every_block_comes_back(
-    requests: list[tuple[int, int]], is_bucketed: bool
+    *, requests: list[tuple[int, int]], is_bucketed: bool
 ) -> None:
     scheduler = a_static_scheduler(blocks=16, max_batched_tokens=13, is_bucketed=is_bucketed)
     for number, (prompt, output) in enumerate(requests):

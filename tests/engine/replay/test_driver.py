@@ -5,14 +5,7 @@ import pytest
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import Expiry, ExpiryCause, SampledToken, StepPlan, StepResult
-from tidegate_engine.core.request import (
-    FinishReason,
-    Rejection,
-    RejectionCode,
-    Request,
-    SchedulerStats,
-    TokenOutput,
-)
+from tidegate_engine.core.request import FinishReason, RejectionCode
 from tidegate_engine.core.static_batching import StaticScheduler
 from tidegate_engine.executor.base import Capacity
 from tidegate_engine.executor.clock import VirtualClock
@@ -44,10 +37,13 @@ class SteadyExecutor:
         return ExecutorCosts(step_seconds=STEP_SECONDS)
 
 
-class ScriptedScheduler:
+class ScriptedScheduler(StaticScheduler):
     """Answers with plans made beforehand; without any left it plans nothing."""
 
     def __init__(self, *plans: StepPlan, has_work: bool = True) -> None:
+        super().__init__(num_blocks=64, block_size=4, limits=EngineLimits())
+        self.apply_policy(a_snapshot(), 1)
+        super().plan_step(0.0)
         self._plans = list(plans)
         self._is_stuck = has_work
         self.planned_at: list[float] = []
@@ -56,23 +52,9 @@ class ScriptedScheduler:
     def has_work(self) -> bool:
         return bool(self._plans) or self._is_stuck
 
-    def submit(self, request: Request, now: float) -> Rejection | None:
-        return None
-
-    def cancel(self, request_id: str, now: float) -> bool:
-        return False
-
     def plan_step(self, now: float) -> StepPlan:
         self.planned_at.append(now)
         return self._plans.pop(0) if self._plans else StepPlan(step=0, revision=1)
-
-    def commit_step(
-        self, plan: StepPlan, result: StepResult, now: float
-    ) -> tuple[TokenOutput, ...]:
-        return ()
-
-    def stats(self) -> SchedulerStats:
-        return StaticScheduler(num_blocks=1, block_size=1, limits=EngineLimits()).stats()
 
 
 @pytest.fixture
