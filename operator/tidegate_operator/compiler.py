@@ -5,8 +5,8 @@ content of the view alone, not on the order in which objects were seen.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from tidegate_operator.cluster import ClusterView
 from tidegate_operator.references import (
@@ -16,16 +16,22 @@ from tidegate_operator.references import (
     pool_references,
 )
 from tidegate_operator.resources import EnginePool, TenantPolicy
+from tidegate_operator.rules import (
+    batching_rule,
+    kv_estimate,
+    pool_flaws,
+    tenant_rule,
+    unknown_tenants_rule,
+    watermark_rule,
+)
 from tidegate_operator.verdicts import OUT_OF_FORCE, Flaw, Reason
 from tidegate_policies.snapshot import (
+    MAX_RESERVED_PERCENT,
     UNKNOWN_TENANT,
-    BatchingRule,
     PolicySnapshot,
     TenantRule,
     TierRule,
     UnknownAction,
-    UnknownTenantsRule,
-    WatermarkRule,
 )
 
 MAX_TENANTS = 10_000
@@ -66,6 +72,7 @@ class CompiledPool:
         verdicts: For every policy that refers to the pool, by `namespace/name`.
         flaws: What is wrong with the pool's own spec.
         missing: The pool's own references that lead nowhere.
+        tier_flaws: What is wrong with PriorityTiers in this pool, by their names.
     """
 
     pool: str
@@ -75,6 +82,7 @@ class CompiledPool:
     verdicts: Mapping[str, PolicyVerdict]
     flaws: tuple[Flaw, ...] = ()
     missing: tuple[Flaw, ...] = ()
+    tier_flaws: Mapping[str, Flaw] = field(default_factory=dict)
 
     def differing_verdicts(self, other: "CompiledPool") -> set[str]:
         """Return the policies about which `other` says something else, or nothing."""
@@ -100,29 +108,51 @@ def compile_pool(view: ClusterView, pool: EnginePool) -> CompiledPool:
     }
     in_force = [p for p in policies if verdicts[p.metadata.qualified_name].is_in_force]
     own = pool_references(view, pool)
+    tiers = _used_tiers(pool, [references[p.metadata.qualified_name] for p in in_force], own=own)
+    oversubscribed = _judge_reserved_shares(view, pool, tiers)
     return CompiledPool(
         pool=key,
         pool_uid=pool.metadata.uid,
         generation=pool.metadata.generation,
-        snapshot=_snapshot(pool, in_force, references, flaws, own=own),
+        snapshot=PolicySnapshot.of(
+            key,
+            tiers=[
+                replace(tier, reserved_share_percent=0) if tier.name in oversubscribed else tier
+                for tier in tiers
+            ],
+            tenants=_tenant_rules(in_force, references, flaws),
+            batching=batching_rule(pool),
+            watermarks=watermark_rule(pool),
+            kv_estimate=kv_estimate(pool),
+            unknown_tenants=unknown_tenants_rule(pool, own.tier.name),
+        ),
         verdicts=verdicts,
-        flaws=_pool_flaws(pool),
+        flaws=tuple(pool_flaws(pool)),
         missing=own.missing,
+        tier_flaws=oversubscribed,
     )
 
 
-def tier_flaws(view: ClusterView, tier: str) -> tuple[Flaw, ...]:
-    """Return what is wrong with a PriorityTier: another, older one is the global default."""
+def tier_flaws(
+    view: ClusterView, tier: str, compiled: Iterable[CompiledPool] = ()
+) -> tuple[Flaw, ...]:
+    """Return what is wrong with a PriorityTier, for the whole cluster and in each pool.
+
+    Args:
+        view: Where an older tier may be the global default.
+        tier: The tier's name.
+        compiled: All pools.
+    """
+    in_pools = [flaw for pool in compiled if (flaw := pool.tier_flaws.get(tier)) is not None]
+    in_pools.sort(key=lambda flaw: flaw.message)
     claims = [claim.metadata.name for claim in view.default_tiers]
     if tier not in claims[1:]:
-        return ()
-    return (
-        Flaw(
-            Reason.TIER_CONFLICT,
-            f"spec.globalDefault: PriorityTier {claims[0]!r} is older and is the global default;"
-            " this tier can be named but is not the default",
-        ),
+        return tuple(in_pools)
+    message = (
+        f"spec.globalDefault: PriorityTier {claims[0]!r} is older and is the global default;"
+        " this tier can be named but is not the default"
     )
+    return (Flaw(Reason.TIER_CONFLICT, message), *in_pools)
 
 
 _Flaws = dict[str, list[Flaw]]
@@ -186,7 +216,7 @@ def _forbidden(view: ClusterView, pool: EnginePool, policy: TenantPolicy) -> lis
 
 def _judge_quotas(pool: EnginePool, policies: Sequence[TenantPolicy], flaws: _Flaws) -> None:
     """Refuse each nominal that doesn't fit into what the older policies left."""
-    low = _watermarks(pool).low_percent
+    low = watermark_rule(pool).low_percent
     taken = 0
     for policy in policies:
         nominal = policy.spec.kv.nominal_percent
@@ -231,91 +261,61 @@ def _judge_keys(
             flaws.setdefault(key, []).append(Flaw(Reason.KEY_CONFLICT, message))
 
 
-def _snapshot(
-    pool: EnginePool,
+def _judge_reserved_shares(
+    view: ClusterView, pool: EnginePool, tiers: Sequence[TierRule]
+) -> dict[str, Flaw]:
+    """Refuse each reserved share that doesn't fit into what the older tiers of the pool left."""
+    claims = [tier for tier in tiers if tier.reserved_share_percent]
+    claims.sort(key=lambda tier: view.tiers[tier.name].metadata.seniority)
+    flaws: dict[str, Flaw] = {}
+    kept: list[TierRule] = []
+    for tier in claims:
+        taken = sum(other.reserved_share_percent for other in kept)
+        if taken + tier.reserved_share_percent <= MAX_RESERVED_PERCENT:
+            kept.append(tier)
+            continue
+        older = ", ".join(f"{other.name} {other.reserved_share_percent}" for other in kept)
+        message = (
+            f"spec.reservedSharePercent: {tier.reserved_share_percent} doesn't fit into pool"
+            f" {_name(pool)!r}: of the {MAX_RESERVED_PERCENT} percent that tiers can reserve, older"
+            f" ones have {taken} ({older}); 0 applies there"
+        )
+        flaws[tier.name] = Flaw(Reason.TIER_CONFLICT, message)
+    return flaws
+
+
+def _used_tiers(
+    pool: EnginePool, references: Iterable[References], *, own: References
+) -> list[TierRule]:
+    """Return the tiers that somebody's requests have in the pool."""
+    tiers = {found.tier.name: found.tier for found in references}
+    if UnknownAction(pool.spec.unknown_tenants.action) is UnknownAction.ADMIT:
+        tiers[own.tier.name] = own.tier
+    return list(tiers.values())
+
+
+def _tenant_rules(
     policies: Sequence[TenantPolicy],
     references: Mapping[str, References],
     flaws: Mapping[str, Sequence[Flaw]],
-    *,
-    own: References,
-) -> PolicySnapshot:
-    keys = [policy.metadata.qualified_name for policy in policies]
-    count = Counter(digest for key in keys for digest in references[key].key_digests)
-    tiers = {references[key].tier for key in keys}
-    unknown = _unknown_tenants(pool, own.tier)
-    if unknown.action is UnknownAction.ADMIT:
-        tiers.add(own.tier)
-    spec = pool.spec
-    return PolicySnapshot.of(
-        _name(pool),
-        tiers=tiers,
-        tenants=[
-            _tenant_rule(
-                policy,
-                tier=references[key].tier.name,
-                key_digests=[d for d in references[key].key_digests if count[d] == 1],
-                has_quota=all(
-                    flaw.reason is not Reason.QUOTA_OVERSUBSCRIBED for flaw in flaws.get(key, ())
-                ),
-            )
-            for key, policy in zip(keys, policies, strict=True)
-        ],
-        batching=BatchingRule(
-            max_num_seqs=spec.batching.max_num_seqs,
-            max_batched_tokens=spec.batching.max_batched_tokens,
-        ),
-        watermarks=_watermarks(pool),
-        unknown_tenants=unknown,
+) -> Iterator[TenantRule]:
+    count = Counter(
+        digest
+        for policy in policies
+        for digest in references[policy.metadata.qualified_name].key_digests
     )
-
-
-def _tenant_rule(
-    policy: TenantPolicy, *, tier: str, key_digests: Sequence[str], has_quota: bool
-) -> TenantRule:
-    spec = policy.spec
-    return TenantRule(
-        tenant=policy.tenant,
-        policy=policy.metadata.qualified_name,
-        tier=tier,
-        weight=spec.weight,
-        kv_nominal_percent=spec.kv.nominal_percent if has_quota else 0,
-        max_prompt_tokens=spec.limits.max_prompt_tokens,
-        max_output_tokens=spec.limits.max_output_tokens,
-        cancel_on_disconnect=spec.cancel_on_disconnect,
-        key_digests=tuple(key_digests),
-    )
-
-
-def _watermarks(pool: EnginePool) -> WatermarkRule:
-    """Return the pool's watermarks, or the defaults where the stored ones contradict each other."""
-    marks = pool.spec.kv.watermarks
-    if not 0 < marks.low_percent < marks.high_percent < 100:
-        return WatermarkRule()
-    return WatermarkRule(low_percent=marks.low_percent, high_percent=marks.high_percent)
-
-
-def _pool_flaws(pool: EnginePool) -> tuple[Flaw, ...]:
-    stored, rule = pool.spec.kv.watermarks, _watermarks(pool)
-    if (stored.low_percent, stored.high_percent) == (rule.low_percent, rule.high_percent):
-        return ()
-    message = (
-        f"spec.kv.watermarks: lowPercent {stored.low_percent} must be below highPercent"
-        f" {stored.high_percent}; {rule.low_percent} and {rule.high_percent} apply"
-    )
-    return (Flaw(Reason.INVALID, message),)
-
-
-def _unknown_tenants(pool: EnginePool, tier: TierRule) -> UnknownTenantsRule:
-    """Leave out what a refusal doesn't need: a change that no engine notices is no revision."""
-    rule = pool.spec.unknown_tenants
-    if UnknownAction(rule.action) is UnknownAction.REJECT:
-        return UnknownTenantsRule()
-    return UnknownTenantsRule(
-        action=UnknownAction.ADMIT,
-        tier=tier.name,
-        weight=rule.weight,
-        max_running=rule.max_running,
-    )
+    for policy in policies:
+        key = policy.metadata.qualified_name
+        found = references[key]
+        reasons = {flaw.reason for flaw in flaws.get(key, ())}
+        yield tenant_rule(
+            policy,
+            tier=found.tier.name,
+            preemption=found.preemption,
+            service=found.service,
+            key_digests=[digest for digest in found.key_digests if count[digest] == 1],
+            has_quota=Reason.QUOTA_OVERSUBSCRIBED not in reasons,
+        )
 
 
 def _name(pool: EnginePool) -> str:

@@ -4,12 +4,13 @@ Everything here is the same in every pool of a policy, so that it is looked up o
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidegate_operator.cluster import ClusterView, pool_keys
-from tidegate_operator.resources import EnginePool, PriorityTier, SecretKeyRef, TenantPolicy
+from tidegate_operator.resources import EnginePool, SecretKeyRef, TenantPolicy
+from tidegate_operator.rules import preemption_rule, service_rule, tier_rule
 from tidegate_operator.verdicts import Flaw, Reason
-from tidegate_policies.snapshot import TierRule
+from tidegate_policies.snapshot import PreemptionRule, ServiceRule, TierRule
 
 IMPLICIT_TIER = TierRule(name="_default", value=0)
 """Tier of policies that name none while no tier is the global default.
@@ -24,18 +25,22 @@ class References:
 
     Attributes:
         tier: In force; the default where none is named or the named one doesn't exist.
+        preemption: Likewise.
+        service: Likewise.
         key_digests: SHA-256 (hex) of the API keys that could be read, sorted.
         missing: One flaw per reference that leads nowhere.
     """
 
     tier: TierRule
+    preemption: PreemptionRule = field(default_factory=PreemptionRule)
+    service: ServiceRule = field(default_factory=ServiceRule)
     key_digests: tuple[str, ...] = ()
     missing: tuple[Flaw, ...] = ()
 
 
 def default_tier(view: ClusterView) -> TierRule:
     """Return the tier of everything that names none."""
-    return _rule(view.default_tiers[0]) if view.default_tiers else IMPLICIT_TIER
+    return tier_rule(view.default_tiers[0]) if view.default_tiers else IMPLICIT_TIER
 
 
 def policy_references(view: ClusterView, policy: TenantPolicy) -> References:
@@ -43,6 +48,8 @@ def policy_references(view: ClusterView, policy: TenantPolicy) -> References:
     digests = (_key_digest(view, policy, ref) for ref in policy.spec.api_key_secret_refs)
     return References(
         tier=_tier_or_default(view, policy.spec.priority_tier),
+        preemption=_preemption(view, policy),
+        service=_service(view, policy),
         key_digests=tuple(sorted({digest for digest in digests if isinstance(digest, str)})),
         missing=tuple(_missing_of_policy(view, policy)),
     )
@@ -112,7 +119,23 @@ def _missing_tier(view: ClusterView, where: str, name: str | None) -> Iterator[F
 
 def _tier_or_default(view: ClusterView, name: str | None) -> TierRule:
     tier = view.tiers.get(name) if name else None
-    return _rule(tier) if tier is not None else default_tier(view)
+    return tier_rule(tier) if tier is not None else default_tier(view)
+
+
+def _preemption(view: ClusterView, policy: TenantPolicy) -> PreemptionRule:
+    spec, ref = policy.spec.preemption, policy.spec.preemption_policy_ref
+    if spec is None and ref is not None:
+        found = view.preemption_policies.get(f"{policy.metadata.namespace}/{ref.name}")
+        spec = found.spec if found is not None else None
+    return preemption_rule(spec) if spec is not None else PreemptionRule()
+
+
+def _service(view: ClusterView, policy: TenantPolicy) -> ServiceRule:
+    spec, ref = policy.spec.service_level, policy.spec.service_level_ref
+    if spec is None and ref is not None:
+        found = view.service_levels.get(f"{policy.metadata.namespace}/{ref.name}")
+        spec = found.spec if found is not None else None
+    return service_rule(spec) if spec is not None else ServiceRule()
 
 
 def _key_digest(view: ClusterView, policy: TenantPolicy, ref: SecretKeyRef) -> str | Flaw:
@@ -131,7 +154,3 @@ def _key_digest(view: ClusterView, policy: TenantPolicy, ref: SecretKeyRef) -> s
             f"spec.apiKeySecretRefs: Secret {ref.name!r} holds nothing under {ref.key!r}",
         )
     return digest
-
-
-def _rule(tier: PriorityTier) -> TierRule:
-    return TierRule(name=tier.metadata.name, value=tier.spec.value)

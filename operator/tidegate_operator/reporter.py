@@ -86,8 +86,9 @@ class Reporter:
     def report_plain(self, view: ClusterView) -> None:
         """Have the statuses written of the objects that belong to no pool."""
         now = datetime.now(UTC)
+        compiled = [record.compiled for record in self._pools.records.values()]
         for tier in view.tiers.values():
-            flaws = tier_flaws(view, tier.metadata.name)
+            flaws = tier_flaws(view, tier.metadata.name, compiled)
             known = self._writer.known(tier.metadata.uid)
             self._writer.submit(plan_plain_status(tier, tier.spec, flaws, known=known, now=now))
         plains: list[PreemptionPolicy | ServiceLevel] = [

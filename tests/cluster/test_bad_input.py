@@ -168,6 +168,14 @@ def rows_between_fields() -> Iterator[Row]:
         blamed="spec.batching.prefillChunk.min",
         changes={"spec.batching.prefillChunk": {"min": 65, "max": 64}},
     )
+    for prefill in ({"min": 2049}, {"max": 2049}, {"min": 1, "max": 2049}):
+        yield cel_row(
+            "EnginePool",
+            "spec.batching",
+            message="prefillChunk must not exceed maxBatchedTokens",
+            blamed="spec.batching.prefillChunk",
+            changes={"spec.batching.prefillChunk": prefill},
+        )
     for watermarks in (
         {"lowPercent": 90, "highPercent": 90},
         {"lowPercent": 92},

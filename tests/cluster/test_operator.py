@@ -11,6 +11,7 @@ from tidegate_devcluster.kubectl import Kubectl
 from tidegate_operator.watch_cache import key_digest
 from tidegate_policies.wire import TenantCounters, envelope_key
 from tidegate_testing.operator_process import (
+    Manifest,
     OperatorSetup,
     a_key_secret,
     a_policy,
@@ -33,6 +34,15 @@ pytestmark = [
 def operator(crds_installed: None, operator_setup: OperatorSetup) -> Iterator[None]:  # noqa: ARG001
     with running_operator(operator_setup):
         yield
+
+
+def an_object(kind: str, name: str, **spec: object) -> Manifest:
+    return {
+        "apiVersion": "tidegate.io/v1alpha1",
+        "kind": kind,
+        "metadata": {"name": name},
+        "spec": spec,
+    }
 
 
 def test_applied_policy_is_run_by_every_engine_and_said_so(
@@ -103,12 +113,7 @@ def test_references_heal_when_what_they_name_appears(
     apply(
         kubectl,
         namespace,
-        {
-            "apiVersion": "tidegate.io/v1alpha1",
-            "kind": "PriorityTier",
-            "metadata": {"name": tier},
-            "spec": {"value": 7},
-        },
+        an_object("PriorityTier", tier, value=7),
     )
     wait_for_conditions(kubectl, "tp", "acme", namespace, ResolvedRefs="SecretNotFound")
     apply(kubectl, namespace, a_key_secret("keys", first="swordfish\n"))
@@ -121,6 +126,63 @@ def test_references_heal_when_what_they_name_appears(
     assert engines[0].newest.tier_values == {tier: 7}
     kubectl("delete", "ptier", tier, check=True)
     wait_for_conditions(kubectl, "tp", "acme", namespace, ResolvedRefs="TierNotFound")
+
+
+def test_preemption_and_service_level_reach_engines_as_soon_as_they_appear_and_change(
+    kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
+) -> None:
+    refs = {"preemptionPolicyRef": {"name": "gentle"}, "serviceLevelRef": {"name": "interactive"}}
+    apply(kubectl, namespace, a_policy("acme", **refs))
+    wait_for_conditions(
+        kubectl,
+        "tp",
+        "acme",
+        namespace,
+        Accepted="Accepted",
+        Programmed="Programmed",
+        ResolvedRefs="PreemptionPolicyNotFound",
+    )
+    gentle = an_object("PreemptionPolicy", "gentle", maxPreemptionsPerRequest=1)
+    apply(kubectl, namespace, gentle)
+    wait_for_conditions(kubectl, "tp", "acme", namespace, ResolvedRefs="ServiceLevelNotFound")
+    apply(kubectl, namespace, an_object("ServiceLevel", "interactive", ttft={"target": "500ms"}))
+    wait_for_conditions(kubectl, "tp", "acme", namespace, Ready="Ready")
+    wait_for_conditions(kubectl, "ppol", "gentle", namespace, Ready="Ready")
+
+    def in_force() -> tuple[int, float | None]:
+        rule = engines[0].newest.tenant_rules[f"{namespace}/acme"]
+        return rule.preemption.max_preemptions, rule.service.ttft_seconds
+
+    wait_until(lambda: in_force() == (1, 0.5))
+    apply(kubectl, namespace, an_object("ServiceLevel", "interactive", ttft={"target": "2s"}))
+    wait_until(lambda: in_force() == (1, 2.0))
+    kubectl("delete", "ppol", "gentle", f"--namespace={namespace}", check=True)
+    wait_for_conditions(kubectl, "tp", "acme", namespace, ResolvedRefs="PreemptionPolicyNotFound")
+    wait_until(lambda: in_force() == (3, 2.0))
+
+
+def test_reserved_share_that_does_not_fit_is_the_newer_tiers_fault(
+    kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
+) -> None:
+    # Two objects of one second are ordered by name.
+    older, newer = f"a-{namespace}", f"b-{namespace}"
+    for tier in (older, newer):
+        apply(kubectl, namespace, an_object("PriorityTier", tier, reservedSharePercent=60))
+    apply(kubectl, namespace, *(a_policy(name, priorityTier=name) for name in (older, newer)))
+    wait_for_conditions(kubectl, "tp", newer, namespace, Ready="Ready")
+    conflict = wait_for_conditions(kubectl, "ptier", newer, namespace, Accepted="TierConflict")
+    wait_for_conditions(kubectl, "ptier", older, namespace, Ready="Ready")
+    (message,) = (c["message"] for c in conflict["status"]["conditions"] if c["type"] == "Accepted")
+    assert f"pool '{namespace}/chat'" in message
+    assert f"{older} 60" in message
+
+    def shares() -> dict[str, int]:
+        return {tier.name: tier.reserved_share_percent for tier in engines[0].newest.tiers}
+
+    wait_until(lambda: shares() == {older: 60, newer: 0})
+    kubectl("delete", "tp", older, f"--namespace={namespace}", check=True)
+    wait_for_conditions(kubectl, "ptier", newer, namespace, Accepted="Accepted", Ready="Ready")
+    kubectl("delete", "ptier", older, newer, check=True)
 
 
 def test_key_of_two_policies_identifies_neither(

@@ -9,9 +9,21 @@ from tidegate_operator import compiler
 from tidegate_operator.cluster import ClusterView
 from tidegate_operator.compiler import CompiledPool, compile_pool, tier_flaws
 from tidegate_operator.references import policy_references
-from tidegate_operator.resources import EnginePool, PriorityTier, TenantPolicy, Watermarks
-from tidegate_policies.snapshot import PolicySnapshot, UnknownTenantsRule, WatermarkRule
-from tidegate_testing.objects import a_tenant_policy, a_tier, a_view, an_engine_pool
+from tidegate_operator.resources import Resource, TenantPolicy, Watermarks
+from tidegate_policies.snapshot import (
+    PolicySnapshot,
+    StopPolicy,
+    TierRule,
+    UnknownTenantsRule,
+    WatermarkRule,
+)
+from tidegate_testing.objects import (
+    a_preemption_policy,
+    a_tenant_policy,
+    a_tier,
+    a_view,
+    an_engine_pool,
+)
 
 KEY = hashlib.sha256(b"key").hexdigest()
 OTHER_KEY = hashlib.sha256(b"other").hexdigest()
@@ -19,7 +31,7 @@ KEY_REF = [{"name": "keys", "key": "first"}]
 
 
 def compile_of(
-    *objects: EnginePool | TenantPolicy | PriorityTier,
+    *objects: Resource,
     secrets: Mapping[str, Mapping[str, str | None]] | None = None,
     namespaces: Mapping[str, Mapping[str, str]] | None = None,
 ) -> CompiledPool:
@@ -179,7 +191,7 @@ def test_missing_tier_falls_back_to_the_global_default() -> None:
 
 def test_without_a_default_the_implicit_tier_has_value_zero_and_an_impossible_name() -> None:
     snapshot = compile_of(an_engine_pool(), a_tenant_policy()).snapshot
-    assert dict(snapshot.tier_values) == {"_default": 0}
+    assert snapshot.tiers == (TierRule(name="_default", value=0),)
 
 
 def test_oldest_default_tier_wins_and_the_other_is_told() -> None:
@@ -203,6 +215,15 @@ def test_newest_nominal_that_does_not_fit_becomes_zero_and_others_stay() -> None
     assert nominal == {"team/first": 50, "team/second": 0, "team/third": 30}
     assert reasons(compiled)["team/second"] == ["QuotaOversubscribed"]
     assert reasons(compiled)["team/third"] == []
+
+
+@pytest.mark.parametrize("stop", ["Hold", "Drain", "Cancel"])
+def test_stopped_tenant_keeps_its_keys_and_never_becomes_an_unknown_one(stop: str) -> None:
+    policy = a_tenant_policy(apiKeySecretRefs=KEY_REF, stopPolicy=stop)
+    pool = an_engine_pool(unknownTenants={"action": "Admit"})
+    compiled = compile_of(pool, policy, secrets={"team/keys": {"first": KEY}})
+    (rule,) = compiled.snapshot.tenants
+    assert (rule.stop, rule.key_digests) == (StopPolicy(stop), (KEY,))
 
 
 @pytest.mark.parametrize(
@@ -288,6 +309,9 @@ policies = st.builds(
             "priorityTier": st.sampled_from(["gold", "gone", "closed"]),
             "weight": st.integers(0, 1_000_000),
             "kv": st.builds(lambda n: {"nominalPercent": n}, st.integers(0, 100)),
+            "preemptionPolicyRef": st.sampled_from([{"name": "gentle"}, {"name": "gone"}]),
+            "serviceLevel": st.sampled_from([{}, {"itl": {"target": "1s100ms"}}]),
+            "stopPolicy": st.sampled_from(["None", "Drain"]),
             "apiKeySecretRefs": st.lists(
                 st.builds(
                     lambda name, key: {"name": name, "key": key},
@@ -304,18 +328,19 @@ SECRETS: dict[str, dict[str, str | None]] = {
     "team/keys": {"first": KEY, "second": OTHER_KEY, "empty": None},
     "other/keys": {"first": KEY},
 }
-TIERS = (
-    a_tier("gold", 10),
+OTHERS = (
+    a_tier("gold", 10, reservedSharePercent=60),
     a_tier(
         "closed", 5, allowedNamespaces={"from": "Selector", "selector": {"matchLabels": {"x": "y"}}}
     ),
-    a_tier("standard", 1, globalDefault=True),
+    a_tier("standard", 1, globalDefault=True, reservedSharePercent=60),
+    a_preemption_policy("gentle", maxPreemptionsPerRequest=1),
 )
 
 
 def compile_cluster(found: list[TenantPolicy]) -> CompiledPool:
     pool = an_engine_pool(allowedNamespaces={"from": "All"})
-    return compile_of(pool, *found, *TIERS, secrets=SECRETS)
+    return compile_of(pool, *found, *OTHERS, secrets=SECRETS)
 
 
 @given(clusters, st.randoms(use_true_random=False))
@@ -345,6 +370,10 @@ BAD: list[Callable[[], TenantPolicy]] = [
     lambda: a_tenant_policy(
         "bad", age=-1, pools=["team/chat"], apiKeySecretRefs=[{"name": "gone", "key": "first"}]
     ),
+    lambda: a_tenant_policy(
+        "bad", age=-1, pools=["team/chat"], preemptionPolicyRef={"name": "gone"}
+    ),
+    lambda: a_tenant_policy("bad", age=-1, pools=["team/chat"], serviceLevelRef={"name": "gone"}),
 ]
 
 

@@ -16,34 +16,78 @@ from tidegate_operator.resources import (
     EnginePool,
     LabelSelector,
     Model,
+    PreemptionPolicy,
     PriorityTier,
+    ServiceLevel,
     TenantPolicy,
 )
-from tidegate_testing.manifests import changed, full_manifest
+from tidegate_testing.manifests import Manifest, changed, full_manifest, policy_with_references
 from tidegate_testing.objects import a_metadata, a_pod_view, a_view
 
 SAID_TO_PEOPLE = {("PriorityTier", "spec.description")}
 
 _NOBODY = {"from": "Selector", "selector": {"matchLabels": {"app": "other"}}}
 
+
+def _of_preemption(kind: str, path: str) -> dict[tuple[str, str], object]:
+    """Return other values of the rules of preemption, as they are in a resource of `kind`."""
+    return {
+        (kind, f"{path}.preemptible"): True,
+        (kind, f"{path}.mode"): "Recompute",
+        (kind, f"{path}.maxPreemptionsPerRequest"): 4,
+        (kind, f"{path}.minQuantumTokens"): 31,
+        (kind, f"{path}.reclaim"): "Always",
+    }
+
+
+def _of_service(kind: str, path: str) -> dict[tuple[str, str], object]:
+    """Return other values of a service level, as they are in a resource of `kind`."""
+    return {
+        (kind, f"{path}.ttft.target"): "501ms",
+        (kind, f"{path}.itl.target"): "41ms",
+        (kind, f"{path}.queueTimeout"): "31s",
+        (kind, f"{path}.requestTimeout"): "1h31m",
+    }
+
+
 OTHER_VALUES: dict[tuple[str, str], object] = {
     ("PriorityTier", "spec.value"): 9,
+    ("PriorityTier", "spec.reservedSharePercent"): 30,
+    ("PriorityTier", "spec.preemption"): "PreemptLower",
+    ("PriorityTier", "spec.waitWindow"): "0s",
     ("PriorityTier", "spec.allowedNamespaces"): _NOBODY,
     ("PriorityTier", "spec.globalDefault"): False,
+    **_of_preemption("PreemptionPolicy", "spec"),
+    **_of_service("ServiceLevel", "spec"),
     ("TenantPolicy", "spec.tenant"): "other",
     ("TenantPolicy", "spec.poolRefs"): [{"name": "other"}],
     ("TenantPolicy", "spec.priorityTier"): "absent",
     ("TenantPolicy", "spec.weight"): 1,
     ("TenantPolicy", "spec.kv.nominalPercent"): 1,
+    ("TenantPolicy", "spec.kv.borrowingLimitPercent"): 0,
+    ("TenantPolicy", "spec.kv.lendablePercent"): 0,
+    ("TenantPolicy", "spec.concurrency.maxRunning"): 1,
+    ("TenantPolicy", "spec.concurrency.maxQueued"): 0,
+    ("TenantPolicy", "spec.concurrency.maxQueuedTokens"): 0,
     ("TenantPolicy", "spec.limits.maxPromptTokens"): 1,
     ("TenantPolicy", "spec.limits.maxOutputTokens"): 1,
+    ("TenantPolicy", "spec.preemptionPolicyRef.name"): "absent",
+    **_of_preemption("TenantPolicy", "spec.preemption"),
+    ("TenantPolicy", "spec.serviceLevelRef.name"): "absent",
+    **_of_service("TenantPolicy", "spec.serviceLevel"),
     ("TenantPolicy", "spec.cancelOnDisconnect"): True,
     ("TenantPolicy", "spec.apiKeySecretRefs"): [],
+    ("TenantPolicy", "spec.stopPolicy"): "Drain",
     ("EnginePool", "spec.selector"): {"matchLabels": {"app": "other"}},
     ("EnginePool", "spec.batching.maxNumSeqs"): 1,
     ("EnginePool", "spec.batching.maxBatchedTokens"): 4096,
+    ("EnginePool", "spec.batching.waitWindow"): "0s",
+    ("EnginePool", "spec.batching.prefillChunk.min"): 65,
+    ("EnginePool", "spec.batching.prefillChunk.max"): 511,
+    ("EnginePool", "spec.batching.maxPartialPrefills"): 1,
     ("EnginePool", "spec.kv.watermarks.lowPercent"): 71,
     ("EnginePool", "spec.kv.watermarks.highPercent"): 91,
+    ("EnginePool", "spec.kv.estimate"): "Optimistic",
     ("EnginePool", "spec.unknownTenants.action"): "Reject",
     ("EnginePool", "spec.unknownTenants.priorityTier"): "gold",
     ("EnginePool", "spec.unknownTenants.weight"): 9,
@@ -76,19 +120,27 @@ def _nested(annotation: Any) -> type[Model] | None:  # noqa: ANN401
 def decided(kind: str = "", path: str = "", value: object = None) -> tuple[object, ...]:
     """Return all that is decided for a pool of full objects, with one field changed."""
 
-    def read(model: type[Any], name: str, namespace: str) -> Any:  # noqa: ANN401
-        manifest = full_manifest(model.definition.kind)
-        if model.definition.kind == kind:
+    def read(model: type[Any], manifest: Manifest, name: str, namespace: str) -> Any:  # noqa: ANN401
+        # One policy says how it is served, the other one refers to what says so.
+        if model.definition.kind == kind and ("Ref." in path) is (name == "referring"):
             manifest = changed(manifest, {path: value})
         return model.model_validate(manifest | {"metadata": a_metadata(name, namespace)})
 
+    def read_full(model: type[Any], name: str, namespace: str) -> Any:  # noqa: ANN401
+        return read(model, full_manifest(model.definition.kind), name, namespace)
+
+    others = {"spec.tenant": "referring", "spec.apiKeySecretRefs": []}
+    referring = changed(policy_with_references(), others)
     # What the selectors of all full manifests choose.
     labels = {"app": "engine", "zone": "a"}
-    pool: EnginePool = read(EnginePool, "llama", "team")
+    pool: EnginePool = read_full(EnginePool, "llama", "team")
     view = a_view(
         pool,
-        read(TenantPolicy, "acme", "team"),
-        read(PriorityTier, "gold", ""),
+        read_full(TenantPolicy, "acme", "team"),
+        read(TenantPolicy, referring, "referring", "team"),
+        read_full(PriorityTier, "gold", ""),
+        read_full(PreemptionPolicy, "gentle", "team"),
+        read_full(ServiceLevel, "interactive", "team"),
         replace(a_pod_view("engine-0"), labels=labels),
         secrets={"team/keys": {"first": "1" * 64, "second": "2" * 64}},
         namespaces={"team": labels},

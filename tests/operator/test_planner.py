@@ -27,7 +27,14 @@ from tidegate_operator.resources import (
 from tidegate_operator.usage import PoolActivity, TenantActivity
 from tidegate_operator.verdicts import Flaw, Reason
 from tidegate_policies.wire import EngineReport
-from tidegate_testing.objects import a_pod_view, a_tenant_policy, a_tier, a_view, an_engine_pool
+from tidegate_testing.objects import (
+    a_pod_view,
+    a_service_level,
+    a_tenant_policy,
+    a_tier,
+    a_view,
+    an_engine_pool,
+)
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 LATER = NOW + timedelta(hours=1)
@@ -276,10 +283,11 @@ def test_usage_is_kept_until_the_first_window_is_over() -> None:
 
 
 def test_plain_objects_have_accepted_and_ready() -> None:
-    tier = a_tier("gold", reservedSharePercent=5)
-    update = plan_plain_status(tier, tier.spec, [], known={}, now=NOW)
+    level = a_service_level("interactive", window="1m")
+    update = plan_plain_status(level, level.spec, [], known={}, now=NOW)
     assert reasons(update) == {"Accepted": ("True", "Accepted"), "Ready": ("True", "Ready")}
-    assert "spec.reservedSharePercent" in update.status["conditions"][0]["message"]
+    assert "spec.window" in update.status["conditions"][0]["message"]
+    tier = a_tier("gold")
     flaw = Flaw(Reason.TIER_CONFLICT, "another is older")
     update = plan_plain_status(tier, tier.spec, [flaw], known={}, now=NOW)
     assert reasons(update)["Ready"] == ("False", "TierConflict")

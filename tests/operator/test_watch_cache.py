@@ -5,11 +5,18 @@ from typing import Any
 import pytest
 
 from tidegate_operator.kube import NAMESPACES, PODS, POOLS, SECRETS, WATCHED, Watched
-from tidegate_operator.resources import PriorityTier, TenantPolicy
+from tidegate_operator.resources import (
+    PreemptionPolicy,
+    PriorityTier,
+    ServiceLevel,
+    TenantPolicy,
+)
 from tidegate_operator.watch_cache import WatchCache, key_digest
 
 POLICIES = next(watched for watched in WATCHED if watched.model is TenantPolicy)
 TIERS = next(watched for watched in WATCHED if watched.model is PriorityTier)
+PREEMPTION_POLICIES = next(watched for watched in WATCHED if watched.model is PreemptionPolicy)
+SERVICE_LEVELS = next(watched for watched in WATCHED if watched.model is ServiceLevel)
 
 
 def a_raw(
@@ -98,6 +105,11 @@ def test_object_without_a_spec_is_invalid(cache: WatchCache) -> None:
         (NAMESPACES, a_raw("team", "", metadata={"labels": {"a": "b"}}), {"team/chat"}),
         (NAMESPACES, a_raw("other", ""), set()),
         (SECRETS, a_raw("keys"), {"team/chat"}),
+        (PREEMPTION_POLICIES, a_raw("gentle", spec={}), {"team/chat"}),
+        (PREEMPTION_POLICIES, a_raw("gentle", "other", spec={}), set()),
+        (PREEMPTION_POLICIES, a_raw("unreadable"), {"team/chat"}),
+        (SERVICE_LEVELS, a_raw("interactive", spec={}), {"team/chat"}),
+        (SERVICE_LEVELS, a_raw("interactive", "other", spec={}), set()),
         (PODS, a_raw_pod(), {"team/chat", "team/code"}),
     ],
 )
@@ -113,6 +125,15 @@ def test_tier_affects_policies_whose_pool_does_not_exist(cache: WatchCache) -> N
     cache.put(POLICIES, a_raw_policy("early", pool="absent"))
     affected = cache.put(TIERS, a_raw("gold", "", spec={}))
     assert affected == frozenset({"team/chat", "team/code", "team/absent"})
+
+
+def test_new_generation_of_what_is_referred_to_affects_those_who_may_refer(
+    cache: WatchCache,
+) -> None:
+    cache.put(SERVICE_LEVELS, a_raw("fast", spec={"queueTimeout": "1s"}))
+    changed = a_raw("fast", version=2, generation=2, spec={"queueTimeout": "2s"})
+    assert cache.put(SERVICE_LEVELS, changed) == frozenset({"team/chat"})
+    assert cache.view().service_levels["team/fast"].spec.queue_timeout == "2s"
 
 
 def test_pod_matters_only_when_its_readiness_changes(cache: WatchCache) -> None:

@@ -69,6 +69,16 @@ class PrefillChunk(Model):
 class Batching(Model):
     """How engines form the batch of a step; live, and lowering drains down."""
 
+    cel_rules: ClassVar[tuple[CelRule, ...]] = (
+        CelRule(
+            "!has(self.maxBatchedTokens) || !has(self.prefillChunk)"
+            " || (self.prefillChunk.?min.orValue(1) <= self.maxBatchedTokens"
+            " && self.prefillChunk.?max.orValue(1) <= self.maxBatchedTokens)",
+            "prefillChunk must not exceed maxBatchedTokens",
+            ".prefillChunk",
+        ),
+    )
+
     max_num_seqs: Annotated[
         int | None,
         Field(ge=1, le=65_536, description="Requests in one step; default is the engine's."),
@@ -87,12 +97,10 @@ class Batching(Model):
             description="Longest time, at most 60s, that a first arrival is held to fill a batch; "
             "default is the engine's."
         ),
-        NOT_ENFORCED_YET,
     ] = None
     prefill_chunk: Annotated[
         PrefillChunk | None,
         Field(description="Prompt tokens of one request in one step; default is the engine's."),
-        NOT_ENFORCED_YET,
     ] = None
     max_partial_prefills: Annotated[
         int | None,
@@ -101,7 +109,6 @@ class Batching(Model):
             le=65_536,
             description="Prompts that may be half read at a time; default is the engine's.",
         ),
-        NOT_ENFORCED_YET,
     ] = None
 
 
@@ -156,7 +163,6 @@ class PoolKv(Model):
             description="KV that admission expects a request to need: Predicted, WorstCase or "
             "Optimistic; default Predicted."
         ),
-        NOT_ENFORCED_YET,
     ] = KvEstimate.PREDICTED
 
 

@@ -7,7 +7,6 @@ from pydantic import Field
 
 from tidegate_operator.resources.base import (
     AGE,
-    NOT_ENFORCED_YET,
     Column,
     Definition,
     Model,
@@ -41,7 +40,6 @@ class PreemptionPolicySpec(Model):
             description="Whether running requests may be taken out; false admits only what fits "
             "in the tenant's nominal KV at its worst; default true."
         ),
-        NOT_ENFORCED_YET,
     ] = True
     mode: Annotated[
         PreemptionMode,
@@ -49,7 +47,6 @@ class PreemptionPolicySpec(Model):
             description="What becomes of a victim's KV: Swap to the host, Recompute later, or "
             "Auto for the cheaper; default Auto."
         ),
-        NOT_ENFORCED_YET,
     ] = PreemptionMode.AUTO
     max_preemptions_per_request: Annotated[
         int,
@@ -59,7 +56,6 @@ class PreemptionPolicySpec(Model):
             description="Number of preemptions after which a request is no longer a victim; "
             "default 3.",
         ),
-        NOT_ENFORCED_YET,
     ] = 3
     min_quantum_tokens: Annotated[
         int,
@@ -69,7 +65,6 @@ class PreemptionPolicySpec(Model):
             description="Tokens a request may produce after each admission before it can be a "
             "victim; default 16.",
         ),
-        NOT_ENFORCED_YET,
     ] = 16
     reclaim: Annotated[
         Reclaim,
@@ -77,7 +72,6 @@ class PreemptionPolicySpec(Model):
             description="Whether the tenant, while below its nominal KV, takes back blocks that "
             "others borrowed: Always or Never; default Always."
         ),
-        NOT_ENFORCED_YET,
     ] = Reclaim.ALWAYS
 
 

@@ -7,7 +7,6 @@ from pydantic import Field
 
 from tidegate_operator.resources.base import (
     AGE,
-    NOT_ENFORCED_YET,
     CelRule,
     Column,
     Definition,
@@ -44,9 +43,9 @@ class PriorityTierSpec(Model):
             ge=0,
             le=90,
             description="Percent of the charged service kept for this tier while it has work, so "
-            "that it never starves; default 0.",
+            "that it never starves; where the tiers of a pool want more than 90 together, the "
+            "newest beyond get 0; default 0.",
         ),
-        NOT_ENFORCED_YET,
     ] = 0
     preemption: Annotated[
         TierPreemption,
@@ -54,7 +53,6 @@ class PriorityTierSpec(Model):
             description="Whether requests of this tier may take running requests of lower tiers "
             "out; default PreemptLower."
         ),
-        NOT_ENFORCED_YET,
     ] = TierPreemption.PREEMPT_LOWER
     wait_window: Annotated[
         HoldTime | None,
@@ -62,7 +60,6 @@ class PriorityTierSpec(Model):
             description="Longest time, at most 60s, that a first arrival is held to fill a batch "
             "while the engine has room; default is the pool's."
         ),
-        NOT_ENFORCED_YET,
     ] = None
     allowed_namespaces: Annotated[
         AllowedNamespaces,

@@ -34,6 +34,7 @@ class LatencyTarget(Model):
     percentile: Annotated[
         int,
         Field(ge=1, le=99, description="Percent of requests that have to meet it; default 99."),
+        NOT_ENFORCED_YET,
     ] = 99
 
 
@@ -46,7 +47,6 @@ class ServiceLevelSpec(Model):
             description="Target of the time to the first token, seen at the server and queueing "
             "included; default none."
         ),
-        NOT_ENFORCED_YET,
     ] = None
     itl: Annotated[
         LatencyTarget | None,
@@ -54,7 +54,6 @@ class ServiceLevelSpec(Model):
             description="Target of the time between two tokens; it bounds prefill chunks and the "
             "batch; default none."
         ),
-        NOT_ENFORCED_YET,
     ] = None
     queue_timeout: Annotated[
         TimeLimit | None,
@@ -62,7 +61,6 @@ class ServiceLevelSpec(Model):
             description="Longest wait, up to 24h, until the first token is scheduled, then the "
             "request is answered 504; default none."
         ),
-        NOT_ENFORCED_YET,
     ] = None
     request_timeout: Annotated[
         TimeLimit | None,
@@ -70,7 +68,6 @@ class ServiceLevelSpec(Model):
             description="End-to-end limit, up to 24h, after which the request is cancelled; "
             "default none."
         ),
-        NOT_ENFORCED_YET,
     ] = None
     on_overload: Annotated[
         OnOverload,

@@ -75,12 +75,10 @@ class KvShare(Model):
             description="Percent of each engine's KV blocks that the tenant may use above its "
             "nominal; 0 for none; default no limit."
         ),
-        NOT_ENFORCED_YET,
     ] = None
     lendable_percent: Annotated[
         Percent,
         Field(description="Percent of its unused nominal that others may borrow; default 100."),
-        NOT_ENFORCED_YET,
     ] = 100
 
 
@@ -227,7 +225,6 @@ class TenantPolicySpec(Model):
     concurrency: Annotated[
         ConcurrencyLimit | None,
         Field(description="Limits on the requests that one engine holds; default none."),
-        NOT_ENFORCED_YET,
     ] = None
     limits: Annotated[
         RequestLimits, Field(description="Limits on a single request; default none.")
@@ -235,22 +232,18 @@ class TenantPolicySpec(Model):
     preemption_policy_ref: Annotated[
         LocalRef | None,
         Field(description="PreemptionPolicy to use; not together with preemption; default none."),
-        NOT_ENFORCED_YET,
     ] = None
     preemption: Annotated[
         PreemptionPolicySpec | None,
         Field(description="Preemption rules given here; not together with preemptionPolicyRef."),
-        NOT_ENFORCED_YET,
     ] = None
     service_level_ref: Annotated[
         LocalRef | None,
         Field(description="ServiceLevel to use; not together with serviceLevel; default none."),
-        NOT_ENFORCED_YET,
     ] = None
     service_level: Annotated[
         ServiceLevelSpec | None,
         Field(description="Service level given here; not together with serviceLevelRef."),
-        NOT_ENFORCED_YET,
     ] = None
     cancel_on_disconnect: Annotated[
         bool,
@@ -280,7 +273,6 @@ class TenantPolicySpec(Model):
             description="None serves; Hold queues and admits nothing new; Drain refuses new "
             "requests and lets others finish; Cancel ends all; default None."
         ),
-        NOT_ENFORCED_YET,
     ] = StopPolicy.NONE
 
 

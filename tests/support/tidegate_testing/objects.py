@@ -7,7 +7,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tidegate_operator.cluster import ClusterView, PodView
-from tidegate_operator.resources import EnginePool, PriorityTier, Resource, TenantPolicy
+from tidegate_operator.resources import (
+    EnginePool,
+    PreemptionPolicy,
+    PriorityTier,
+    Resource,
+    ServiceLevel,
+    TenantPolicy,
+)
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -66,6 +73,16 @@ def a_tier(name: str, value: int = 0, *, age: int = 0, **spec: Any) -> PriorityT
     )
 
 
+def a_preemption_policy(name: str, namespace: str = "team", **spec: Any) -> PreemptionPolicy:
+    """Build a PreemptionPolicy."""
+    return PreemptionPolicy.model_validate({"metadata": a_metadata(name, namespace), "spec": spec})
+
+
+def a_service_level(name: str, namespace: str = "team", **spec: Any) -> ServiceLevel:
+    """Build a ServiceLevel."""
+    return ServiceLevel.model_validate({"metadata": a_metadata(name, namespace), "spec": spec})
+
+
 def a_pod_view(name: str, namespace: str = "team", *, is_ready: bool = True) -> PodView:
     """Build an engine's pod."""
     return PodView(
@@ -87,6 +104,8 @@ def a_view(
         pools=_keyed(objects, EnginePool),
         policies=_keyed(objects, TenantPolicy),
         tiers=_keyed(objects, PriorityTier),
+        preemption_policies=_keyed(objects, PreemptionPolicy),
+        service_levels=_keyed(objects, ServiceLevel),
         secrets=secrets or {},
         namespaces=namespaces or {},
         pods={f"{pod.namespace}/{pod.name}": pod for pod in objects if isinstance(pod, PodView)},
