@@ -34,12 +34,12 @@ class WatermarkGate:
 
     def apply_rule(self, rule: WatermarkRule) -> None:
         """Change the levels; the state follows at the next `observe`."""
-        # At least one, so that an empty pool is always GREEN.
-        self.low_blocks = max(1, self._num_blocks * rule.low_percent // 100)
+        self.low_blocks = self._num_blocks * rule.low_percent // 100
         # In a small pool both may round to the same block, and then every admission would be RED.
         high_blocks = self._num_blocks * rule.high_percent // 100
         self.high_blocks = max(high_blocks, self.low_blocks + 1)
         # A gate that opens where it closed would admit and hold in turns, a block up, a block down.
+        # At least one, so that an empty pool is always GREEN.
         self._reopening_blocks = max(1, self.low_blocks - self._num_blocks // 100)
 
     def observe(self, used_blocks: int) -> Watermark:

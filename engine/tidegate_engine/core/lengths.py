@@ -50,8 +50,8 @@ class LengthEstimator:
     by the most a request may produce.
 
     Attributes:
-        version: Grows whenever predictions may have changed: with every 8th finished request, with
-            each preemption, and when a tenant is forgotten.
+        version: Grows whenever predictions may have changed: with every 8th finished request and a
+            tenant's 16th, with each preemption, and when a tenant is forgotten.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class LengthEstimator:
         for table in (window.table if window else None, self._pool.table):
             if table is not None and table[-1] > (below := table[shorter]):
                 rank = below + (table[-1] - below) * self._predicted_quantile
-                to_come = _EDGES[bisect_left(table, rank, shorter + 1) - 1] - generated
+                to_come = _EDGES[bisect_left(table, rank, shorter) - 1] - generated
                 return min(to_come, most)
         return most
 

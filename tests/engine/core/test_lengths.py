@@ -40,6 +40,13 @@ def test_a_tenant_with_few_samples_is_predicted_as_the_pool_is() -> None:
     assert lengths.predict("shop", 0, LIMIT) == 20
 
 
+def test_a_tenant_counts_from_its_sixteenth_request_on_whatever_others_do_between() -> None:
+    lengths = estimator_of([20] * 35)
+    for _ in range(16):
+        lengths.observe("lab", 50)
+    assert lengths.predict("lab", 0, LIMIT) == 50
+
+
 def test_the_quantile_is_taken_among_longer_requests_only() -> None:
     lengths = estimator_of([5] * 90 + [40] * 6 + [60] * 4 + [5] * 4)
     assert lengths.predict("shop", 0, LIMIT) == 5
