@@ -4,11 +4,14 @@ import base64
 import binascii
 import os
 import socket
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from tidegate_engine.executor.hardware import GPUS, MODELS
 
 _PREFIX = "TIDEGATE_"
 _KEY_BYTES = 32
@@ -34,6 +37,15 @@ def _check_key(text: str) -> str:
     if size != _KEY_BYTES:
         raise ValueError(f"must hold {_KEY_BYTES} bytes, has {size}")
     return text
+
+
+def _one_of(allowed: Collection[str], *, is_optional: bool = False) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        if text not in allowed and not (is_optional and text == ""):
+            raise ValueError(f"must be one of {', '.join(allowed)}, got {text!r}")
+        return text
+
+    return check
 
 
 def _home(variable: str, default: str) -> Path:
@@ -69,7 +81,10 @@ class Settings(BaseSettings):
             without it.
         device: Where PyTorch computes, as it names devices.
         kv_blocks: KV blocks in the pool. On a CPU memory is taken as blocks are first used; with
-            SmolLM2 and 16 tokens in float32 a block is 0.7 MiB.
+            SmolLM2 and 16 tokens in float32 a block is 0.7 MiB. By default 1024, or, with
+            `simulated_gpu`, as many as fit there beside the weights.
+        host_kv_blocks: KV blocks in host memory, for requests that are swapped out; 0 = computed
+            anew instead. By default half as many as in the pool.
         block_size: Tokens in a KV block: small ones waste less at the end of each sequence, large
             ones make shorter tables.
         max_num_seqs: Most requests in one step, unless the policy sets it.
@@ -83,6 +98,9 @@ class Settings(BaseSettings):
         cache_dir: Where converted weights are kept between starts; engines may share it.
         drain_seconds: How long running requests may go on after SIGTERM; shorter than the pod's
             `terminationGracePeriodSeconds`, or they are killed instead of told.
+        simulated_gpu: Simulated steps take as long as on this GPU. Without it they take what the
+            three settings below say.
+        simulated_model: And with this model; has no effect without `simulated_gpu`.
         simulated_step_seconds: Fixed cost of a simulated step.
         simulated_prefill_token_seconds: Further cost of each prompt token in it.
         simulated_decode_seconds: Further cost of each running request in it.
@@ -103,6 +121,7 @@ class Settings(BaseSettings):
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
     kv_blocks: Positive = 1024
+    host_kv_blocks: Annotated[int, Field(ge=0)] | None = None
     block_size: Positive = 16
     max_num_seqs: Positive = 32
     max_batched_tokens: Positive = 256
@@ -112,6 +131,8 @@ class Settings(BaseSettings):
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     cache_dir: Path = Field(default_factory=lambda: _home("XDG_CACHE_HOME", ".cache") / "models")
     drain_seconds: Annotated[float, Field(ge=0)] = 20.0
+    simulated_gpu: Annotated[str, AfterValidator(_one_of(GPUS, is_optional=True))] = ""
+    simulated_model: Annotated[str, AfterValidator(_one_of(MODELS))] = "Llama-3.1-8B"
     simulated_step_seconds: Annotated[float, Field(ge=0)] = 0.010
     simulated_prefill_token_seconds: Annotated[float, Field(ge=0)] = 0.0001
     simulated_decode_seconds: Annotated[float, Field(ge=0)] = 0.0005

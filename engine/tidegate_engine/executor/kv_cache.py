@@ -28,12 +28,15 @@ class KvCache:
     Which block belongs to whom is the scheduler's business: nothing here counts references.
 
     Attributes:
-        pool: [N, L, 2, B, K, D], keys at 0 and values at 1 of the third dimension; `pool[n]` is
+        pool: [N + 1, L, 2, B, K, D], keys at 0 and values at 1 of the third dimension; `pool[n]` is
             contiguous, so that a block is moved in one copy. `model.attention` says why in this
-            order.
+            order. The last block is scratch, where padding rows write.
+        host_pool: The same in host memory, without scratch [N', L, 2, B, K, D]; pinned where the
+            pool is on CUDA, as asynchronous copies need.
     """
 
     pool: Tensor
+    host_pool: Tensor
 
     @classmethod
     def allocate(
@@ -42,27 +45,29 @@ class KvCache:
         *,
         num_blocks: int,
         block_size: int,
+        num_host_blocks: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> "KvCache":
-        """Reserve the pool. On a CPU the system hands out its pages as blocks are first used.
+        """Reserve both pools. On a CPU the system hands out their pages as blocks are first used.
 
         Raises:
-            KvCacheError: A size isn't above 0.
+            KvCacheError: A size isn't above 0, or that of the host's pool below 0.
         """
         for parameter, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
                 raise KvCacheError(parameter, f"must be at least 1, got {value}")
-        num_bytes = num_blocks * cls.block_bytes(config, block_size, dtype)
-        # Zeros, since what lies behind the last token of a block is read, and masked: but garbage
-        # may be NaN, which no mask hides. NumPy's come from the system, which clears a page when
-        # it is first touched; PyTorch's CPU allocator would touch all of them now.
-        if torch.device(device).type == "cpu":
-            memory = torch.from_numpy(np.zeros(num_bytes, np.uint8))
-        else:
-            memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        if num_host_blocks < 0:
+            raise KvCacheError("num_host_blocks", f"must be at least 0, got {num_host_blocks}")
+        is_cuda = torch.device(device).type == "cuda"
         shape = _block_shape(config, block_size)
-        return cls(memory.view(dtype).view(num_blocks, *shape))
+        block_bytes = cls.block_bytes(config, block_size, dtype)
+        pool = _zeros((num_blocks + 1) * block_bytes, device)
+        host_pool = _zeros(num_host_blocks * block_bytes, "cpu", is_pinned=is_cuda)
+        return cls(
+            pool.view(dtype).view(num_blocks + 1, *shape),
+            host_pool.view(dtype).view(num_host_blocks, *shape),
+        )
 
     @staticmethod
     def block_bytes(config: LlamaConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -74,8 +79,13 @@ class KvCache:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in the pool."""
-        return self.pool.shape[0]
+        """Blocks in the pool that rows may use: all but the scratch block."""
+        return self.pool.shape[0] - 1
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Blocks in the host's pool."""
+        return self.host_pool.shape[0]
 
     @property
     def block_size(self) -> int:
@@ -85,3 +95,12 @@ class KvCache:
 
 def _block_shape(config: LlamaConfig, block_size: int) -> tuple[int, ...]:
     return (config.num_layers, 2, block_size, config.num_kv_heads, config.head_size)
+
+
+def _zeros(num_bytes: int, device: torch.device | str, *, is_pinned: bool = False) -> Tensor:
+    # Zeros, since what lies behind the last token of a block is read, and masked: but garbage may
+    # be NaN, which no mask hides. NumPy's come from the system, which clears a page when it is
+    # first touched; PyTorch's CPU allocator would touch all of them now.
+    if num_bytes and torch.device(device).type == "cpu" and not is_pinned:
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)

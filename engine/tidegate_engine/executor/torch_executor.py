@@ -1,10 +1,16 @@
 """Steps computed by a real model on PyTorch, on a CPU or on CUDA."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
-from tidegate_engine.core.plan import StepPlan, StepResult
+from tidegate_engine.core.costs import ExecutorCosts
+from tidegate_engine.core.plan import PlanRow, SampledToken, StepPlan, StepResult
 from tidegate_engine.executor.base import Capacity, ExecutorError
 from tidegate_engine.executor.kv_cache import KvCache
+from tidegate_engine.executor.kv_copies import KvCopies
+from tidegate_engine.executor.measuring import measure_costs
+from tidegate_engine.executor.open_swaps import OpenSwaps
 from tidegate_engine.model.batch import BatchError, build_batch
 from tidegate_engine.model.llama import Llama
 from tidegate_engine.model.loader import LoadedModel
@@ -27,43 +33,70 @@ class TorchExecutor:
             torch.set_num_threads(num_threads)
         self._model = Llama(model.config, model.weights)
         self._kv_cache = kv_cache
+        self._copies = KvCopies(kv_cache)
+        self._open_swaps = OpenSwaps(self.capacity)
 
     @property
     def capacity(self) -> Capacity:
         """KV memory, fixed at start-up."""
         return Capacity(
             num_blocks=self._kv_cache.num_blocks,
-            num_host_blocks=0,
+            num_host_blocks=self._kv_cache.num_host_blocks,
             block_size=self._kv_cache.block_size,
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step.
+        """Carry out one plan.
 
         Raises:
-            ExecutorError: A row can't be computed (nothing was then written), or the device failed
-                (the blocks of the plan's rows are then undefined).
+            ExecutorError: The plan touches what it mustn't (nothing was then done), a row can't be
+                computed (no row was then written), or the device failed (the blocks of the plan are
+                then undefined).
         """
-        if not plan.rows:
-            return StepResult()
+        self._open_swaps.begin(plan)
         try:
             with torch.inference_mode():
                 return self._execute(plan)
         except (BatchError, RuntimeError) as error:
             raise ExecutorError(f"step {plan.step}: {error}") from error
 
+    def measure(self) -> ExecutorCosts:
+        """Return how long steps and copies take here, measured in at most some seconds.
+
+        It is done in KV memory of its own, which is given back.
+        """
+        own = self._kv_cache
+        with torch.inference_mode():
+            return measure_costs(
+                lambda rows, cache: self._compute(rows, cache),
+                self._model.config,
+                block_size=own.block_size,
+                dtype=own.pool.dtype,
+                device=own.pool.device,
+            )
+
     def _execute(self, plan: StepPlan) -> StepResult:
+        for swap in plan.swap_out:
+            self._copies.swap_out(swap)
+        for swap in plan.swap_in:
+            self._copies.swap_in(swap)
+        self._copies.copy(plan.copies)
+        tokens = self._compute(plan.rows, self._kv_cache) if plan.rows else {}
+        passed = self._copies.pass_fences(must_wait=not plan.rows)
+        for fence in passed:
+            self._open_swaps.end(fence)
+        return StepResult(tokens=tokens, passed_fences=passed)
+
+    def _compute(self, rows: Sequence[PlanRow], cache: KvCache) -> Mapping[str, SampledToken]:
         batch = build_batch(
-            plan.rows,
+            rows,
             self._model.config,
-            num_blocks=self._kv_cache.num_blocks,
-            block_size=self._kv_cache.block_size,
-            dtype=self._kv_cache.pool.dtype,
-            device=self._kv_cache.pool.device,
+            num_blocks=cache.num_blocks,
+            block_size=cache.block_size,
+            dtype=cache.pool.dtype,
+            device=cache.pool.device,
         )
-        logits = self._model.forward(batch, self._kv_cache.pool)
-        sampling = [row for row in plan.rows if row.samples]
+        logits = self._model.forward(batch, cache.pool)
+        sampling = [row for row in rows if row.samples]
         tokens = sample(logits, [row.sampling for row in sampling], [row.end for row in sampling])
-        return StepResult(
-            tokens={row.request_id: token for row, token in zip(sampling, tokens, strict=True)}
-        )
+        return {row.request_id: token for row, token in zip(sampling, tokens, strict=True)}

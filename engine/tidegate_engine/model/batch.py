@@ -84,13 +84,14 @@ def build_batch(
 ) -> Batch:
     """Lay out a step's rows.
 
-    `num_blocks` is the size of the pool that the block tables point into; `dtype`, the masks', must
-    be that of the model.
+    `num_blocks` is the number of blocks that block tables may point at; the pool has one more,
+    behind them, that padding rows are written to. `dtype`, the masks', must be that of the model.
 
     Raises:
         BatchError: A row is empty, too long, misses blocks, or has a token or block that there
             isn't.
     """
+    rows = [_parked(row, num_blocks, block_size) if row.is_padding else row for row in rows]
     for row in rows:
         _check(row, config, num_blocks, block_size)
 
@@ -137,6 +138,11 @@ def build_batch(
     )
 
 
+def _parked(row: PlanRow, scratch_block: int, block_size: int) -> PlanRow:
+    """Point a padding row at the scratch block alone: it costs as much, and reaches nothing."""
+    return row._replace(block_ids=[scratch_block] * -(-row.end // block_size))
+
+
 def _check(row: PlanRow, config: LlamaConfig, num_blocks: int, block_size: int) -> None:
     if not row.token_ids or row.start < 0:
         raise BatchError(row.request_id, f"{len(row.token_ids)} tokens from {row.start}")
@@ -147,7 +153,7 @@ def _check(row: PlanRow, config: LlamaConfig, num_blocks: int, block_size: int) 
     if len(row.block_ids) < needed:
         problem = f"needs {needed} blocks, its block table has {len(row.block_ids)}"
         raise BatchError(row.request_id, problem)
-    if min(row.block_ids) < 0 or max(row.block_ids) >= num_blocks:
+    if not row.is_padding and (min(row.block_ids) < 0 or max(row.block_ids) >= num_blocks):
         raise BatchError(row.request_id, f"block ids must lie in [0, {num_blocks})")
     if min(row.token_ids) < 0 or max(row.token_ids) >= config.vocab_size:
         raise BatchError(row.request_id, f"token ids must lie in [0, {config.vocab_size})")
