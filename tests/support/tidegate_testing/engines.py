@@ -14,11 +14,13 @@ import uvicorn
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.events import EngineStats
 from tidegate_engine.executor.base import Capacity, Executor
-from tidegate_engine.executor.simulated import SimulatedExecutor, StepCost
+from tidegate_engine.executor.simulated import SimulatedExecutor
+from tidegate_engine.executor.step_cost import AffineCost
 from tidegate_engine.model.bytes_tokenizer import NUM_PRINTABLE, BytesTokenizer
 from tidegate_engine.server.app import create_app
 from tidegate_engine.server.generation import MAX_UNREAD_EVENTS
@@ -30,6 +32,7 @@ from tidegate_testing.policies import POOL, a_snapshot, a_tenant
 
 MODEL = "simulated"
 BLOCK_SIZE = 16
+SWAP_BLOCK_SECONDS = 0.0001
 
 
 def key_of(tenant: str) -> str:
@@ -49,7 +52,7 @@ def a_keyed_tenant(name: str = "acme", **fields: object) -> TenantRule:
 
 @dataclass
 class StepGate:
-    """Paces a simulated executor by hand: steps pass while it is open, else they wait.
+    """A simulated executor's clock, paced by hand: steps pass while it is open, else they wait.
 
     Attributes:
         is_holding: Whether a step waits.
@@ -61,9 +64,13 @@ class StepGate:
     def __post_init__(self) -> None:
         self.open()
 
-    def __call__(self, seconds: float) -> None:
+    def now(self) -> float:
+        """Return the machine's monotonic time."""
+        return time.monotonic()
+
+    def advance(self, seconds: float) -> None:
         """Let a step's time pass."""
-        time.sleep(seconds)
+        time.sleep(max(0.0, seconds))
         if not self._open.is_set():
             self.is_holding = True
             self._open.wait()
@@ -255,8 +262,15 @@ def a_paced_executor(
     return SimulatedExecutor(
         capacity=Capacity(num_blocks=blocks, num_host_blocks=host_blocks, block_size=BLOCK_SIZE),
         vocab_size=NUM_PRINTABLE,
-        cost=StepCost(step_seconds=step_seconds, prefill_token_seconds=0, decode_seconds=0),
-        pace=gate,
+        cost=AffineCost(
+            ExecutorCosts(
+                step_seconds=step_seconds,
+                prefill_token_seconds=0,
+                decode_seconds=0,
+                swap_block_seconds=SWAP_BLOCK_SECONDS,
+            )
+        ),
+        clock=gate,
     )
 
 
