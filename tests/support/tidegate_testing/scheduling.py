@@ -3,13 +3,16 @@
 import itertools
 from dataclasses import dataclass, field
 
+from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import StepPlan
 from tidegate_engine.core.request import FinishReason, Request
 from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.executor.base import Capacity, Executor
-from tidegate_engine.executor.simulated import SimulatedExecutor, StepCost
+from tidegate_engine.executor.clock import VirtualClock
+from tidegate_engine.executor.simulated import SimulatedExecutor
+from tidegate_engine.executor.step_cost import AffineCost
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot
 
@@ -57,12 +60,12 @@ def a_scheduler(
 
 
 def a_simulated_executor(*, blocks: int = 64, block_size: int = 4) -> SimulatedExecutor:
-    """Build an executor on which no time passes."""
+    """Build an executor on which no time passes but that of a clock of its own."""
     return SimulatedExecutor(
-        capacity=Capacity(num_blocks=blocks, num_host_blocks=0, block_size=block_size),
+        capacity=Capacity(num_blocks=blocks, num_host_blocks=blocks, block_size=block_size),
         vocab_size=VOCAB_SIZE,
-        cost=StepCost(),
-        pace=lambda _seconds: None,
+        cost=AffineCost(ExecutorCosts()),
+        clock=VirtualClock(),
     )
 
 
