@@ -3,14 +3,16 @@
 import asyncio
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from tidegate_cli.bench.batching import BatchingSettings, run_batching
 from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
+from tidegate_cli.bench.scheduler import SchedulerSettings, run_scheduler
 from tidegate_cli.demo import DemoSettings, run_demo
 from tidegate_cli.errors import CommandError
 from tidegate_cli.local import LocalSettings
@@ -92,6 +94,71 @@ def propagation(  # noqa: PLR0917 - typer passes options by name
     run_to_end(
         run_propagation(_console(), settings=settings, progress=to_stderr, json_file=json_file)
     )
+
+
+@bench.command()
+def batching(  # noqa: PLR0917 - typer passes options by name
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            exists=True,
+            help="Whole windows, NAME.csv.gz; without it their first thousand requests, shipped.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Draw the sweep into this directory, PNG and SVG."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Draws the swept lengths.")] = 1,
+    json_file: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Compare continuous batching with static and bucketed, on a simulated H100."""
+    settings = BatchingSettings(traces=traces, seed=seed)
+    if quick:
+        settings = settings.quick()
+    compute_to_end(
+        lambda: run_batching(
+            _console(),
+            settings=settings,
+            progress=to_stderr,
+            json_file=json_file,
+            plot_directory=plot,
+        )
+    )
+
+
+@bench.command()
+def scheduler(
+    seed: Annotated[int, typer.Option(help="Chooses who is cancelled.")] = 1,
+    json_file: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Time the scheduler alone: a step, a cancel, a policy."""
+    settings = SchedulerSettings(seed=seed)
+    if quick:
+        settings = settings.quick()
+    compute_to_end(
+        lambda: run_scheduler(
+            _console(), settings=settings, progress=to_stderr, json_file=json_file
+        )
+    )
+
+
+def compute_to_end(work: Callable[[], None]) -> None:
+    """Run work that only computes, and ends at Ctrl-C wherever it is; else as `run_to_end`.
+
+    Raises:
+        typer.Exit: The work failed or was interrupted.
+    """
+    try:
+        work()
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except CommandError as error:
+        sys.stderr.write(f"tidegate: {error}\n")
+        raise typer.Exit(FAILED) from None
 
 
 def run_to_end(work: Coroutine[None, None, None], *, interrupted: int = INTERRUPTED) -> None:

@@ -5,6 +5,7 @@ labels. Scaling keeps every proportion: one factor for all lengths, one for all 
 """
 
 import csv
+import gzip
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,12 +58,15 @@ def arena_trace() -> tuple[TraceRequest, ...]:
 def read_trace(path: Path) -> tuple[TraceRequest, ...]:
     """Read a CSV with the columns arrival_s, tenant, prompt_tokens and output_tokens.
 
+    One whose name ends in `.gz` is decompressed.
+
     Raises:
         TraceError: Missing file or column, or a value that is no number; names file and line.
     """
     requests = []
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", newline="", encoding="utf-8") as file:
             for line, row in enumerate(csv.DictReader(file), start=2):
                 requests.append(_parse(row, path, line))
     except OSError as error:

@@ -1,0 +1,55 @@
+"""Plots of what was measured. matplotlib is wanted only by whoever asks for one."""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from tidegate_cli.bench.errors import BenchError
+
+
+def require_plotting() -> None:
+    """Refuse early, before anything is measured.
+
+    Raises:
+        BenchError: matplotlib is not installed.
+    """
+    if find_spec("matplotlib") is None:
+        raise BenchError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def plot_sweep(
+    directory: Path, deviations: Sequence[float], ratios: Mapping[str, Sequence[float]]
+) -> list[Path]:
+    """Draw throughput ratios over the coefficient of variation of the output length.
+
+    Args:
+        directory: Made when there is none.
+        deviations: The coefficients of variation.
+        ratios: By label: one ratio for each of them.
+
+    Returns:
+        The written files: `batching-sweep.png` and `batching-sweep.svg`.
+
+    Raises:
+        BenchError: The files can't be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for label, values in ratios.items():
+        axes.plot(deviations, values, marker="o", label=label)
+    axes.axhline(1.0, color="grey", linewidth=0.8, linestyle="--")
+    axes.set_xlabel("coefficient of variation of the output length")
+    axes.set_ylabel("output tokens/s, as a ratio")
+    axes.set_xticks(deviations)
+    axes.set_ylim(bottom=0.0)
+    axes.legend()
+    files = [directory / f"batching-sweep.{kind}" for kind in ("png", "svg")]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            figure.savefig(file, dpi=150)
+    except OSError as error:
+        raise BenchError(f"{directory}: {error.strerror}") from error
+    return files
