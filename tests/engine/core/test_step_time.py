@@ -241,9 +241,12 @@ def test_regular_pauses_hardly_move_the_model() -> None:
 
 @pytest.mark.parametrize("seconds", [nan, inf, -inf, 0.0, -1.0])
 def test_a_time_that_is_none_is_ignored(seconds: float) -> None:
-    model = StepTimeModel(TRUTH)
+    model, twin = StepTimeModel(TRUTH), StepTimeModel(TRUTH)
     model.observe(SMALL_STEP, seconds)
-    assert (model.costs, model.margin) == (TRUTH, StepTimeModel(TRUTH).margin)
+    assert (model.costs, model.margin) == (TRUTH, twin.margin)
+    model.observe(SMALL_STEP, 0.02)
+    twin.observe(SMALL_STEP, 0.02)
+    assert model.costs == twin.costs
 
 
 def test_a_step_that_computed_nothing_is_ignored() -> None:
@@ -269,6 +272,18 @@ def test_what_prefill_costs_is_remembered_through_a_long_time_of_decodes() -> No
     train(model, rng, steps=20_000, draw=decode_step, noise=0.05)
     assert model.costs.prefill_token_seconds == pytest.approx(3e-5, rel=0.1)
     assert worst_error(model, rng) < 0.1
+
+
+def test_what_hasnt_been_seen_for_an_hour_of_steps_is_still_remembered() -> None:
+    rng = random.Random(13)
+    model = StepTimeModel(TRUTH)
+    steps = [varied_step(rng)._replace(decodes=0, context_tokens=0) for _ in range(100)]
+    steps = [step for step in steps if step.prefill_tokens]
+    for number in range(80_000):  # by then all that the sums keep of decodes has underflowed
+        step = steps[number % len(steps)]
+        model.observe(step, affine_seconds(TRUTH, step))
+    assert model.costs.decode_seconds == pytest.approx(TRUTH.decode_seconds, rel=0.01)
+    assert model.costs.context_token_seconds == pytest.approx(TRUTH.context_token_seconds, rel=0.01)
 
 
 def test_short_prompts_in_steps_bound_by_memory_do_not_teach_that_prefill_is_free() -> None:
@@ -299,6 +314,14 @@ def test_coefficients_stay_finite_and_never_negative(
         model.observe(step, seconds)
         assert all(0 <= value < inf for value in asdict(model.costs).values())
         assert 0.05 <= model.margin <= 0.5
+
+
+def test_an_impossibly_short_step_is_forgotten_even_where_no_cost_was_known() -> None:
+    rng = random.Random(14)
+    model = StepTimeModel(scaled(TRUTH, 0))
+    model.observe(SMALL_STEP, 1e-300)
+    train(model, rng, steps=3000)
+    assert worst_error(model, rng) < 0.02
 
 
 def test_the_margin_grows_with_a_step_beyond_it_and_shrinks_slowly_otherwise() -> None:
