@@ -240,6 +240,17 @@ def test_a_request_that_was_finished_from_outside_goes_on_as_padding() -> None:
     assert scheduler.stats().tenants["acme"].finished == 2
 
 
+def test_a_request_that_was_finished_while_its_step_was_computed_gets_no_token() -> None:
+    scheduler = a_static_scheduler()
+    scheduler.submit(a_request(request_id="stopped", output=9), 0.0)
+    scheduler.submit(a_request(request_id="other", output=9), 0.0)
+    plan = scheduler.plan_step(0.0)
+
+    scheduler.finish("stopped", 0.0)
+
+    assert [output.request_id for output in commit(scheduler, plan)] == ["other"]
+
+
 def test_an_id_may_be_used_again_while_its_first_bearer_is_padding() -> None:
     scheduler = a_static_scheduler()
     scheduler.submit(a_request(request_id="again", output=1), 0.0)
@@ -340,8 +351,13 @@ def test_tenants_are_counted_apart_and_forgotten_once_they_left() -> None:
     assert (tenants["acme"].prompt_tokens, tenants["zeta"].prompt_tokens) == (3, 5)
     assert (tenants["acme"].service, tenants["zeta"].service) == (5.0, 7.0)
 
-    drain(scheduler)
+    scheduler.submit(a_request("zeta", output=1), 0.0)
     scheduler.apply_policy(a_snapshot(a_tenant("acme")), 2)
+    step(scheduler)
+    assert list(scheduler.stats().tenants) == ["acme", "zeta"]
+
+    drain(scheduler)
+    scheduler.apply_policy(a_snapshot(a_tenant("acme")), 3)
     scheduler.plan_step(0.0)
     assert list(scheduler.stats().tenants) == ["acme"]
 

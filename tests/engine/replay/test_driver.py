@@ -217,6 +217,19 @@ def test_whoever_is_dropped_while_planning_has_ended(
     assert requests["preempted"].preemptions == 1
 
 
+def test_a_resumed_request_was_admitted_when_it_first_was(
+    executor: SteadyExecutor, clock: VirtualClock
+) -> None:
+    # A copy in flight lets time pass.
+    plans = [StepPlan(step=n, revision=1, admitted=("one",), num_open_fences=1) for n in (1, 2)]
+    replay = Replay(
+        scheduler=ScriptedScheduler(*plans, has_work=False), executor=executor, clock=clock
+    )
+    replay.submit(a_request(request_id="one"))
+
+    assert replay.run().requests["one"].admitted_at == 0.0
+
+
 def test_work_that_can_never_run_is_an_error(executor: SteadyExecutor, clock: VirtualClock) -> None:
     replay = Replay(scheduler=ScriptedScheduler(), executor=executor, clock=clock)
 
