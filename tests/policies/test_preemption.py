@@ -74,7 +74,8 @@ def test_the_lowest_the_most_over_share_the_cheapest_the_newest_yields_first(
 
 
 def test_a_request_that_frees_nothing_yields_after_those_that_free_something() -> None:
-    assert planned(1, candidate("none", blocks=0, seconds=0.0), candidate("some")) == ["some"]
+    nothing, something = candidate("nothing", blocks=0, seconds=0.0), candidate("something")
+    assert plan_victims([nothing, something], is_enough=bool) == (something,)
 
 
 def test_eight_requests_of_ten_blocks_yield_two_for_twelve() -> None:

@@ -45,6 +45,8 @@ def test_a_tenant_borrows_no_more_than_its_limit() -> None:
     ledger = ledger_of(gold=KvQuota(nominal_percent=30, borrowing_limit_percent=10))
     assert ledger.cap("gold") == 40
     assert ledger.available("gold", 100) == 40
+    assert ledger.can_take("gold", 40, free=100)
+    assert not ledger.can_take("gold", 41, free=100)
     assert ledger_of(gold=KvQuota(nominal_percent=30, borrowing_limit_percent=0)).cap("gold") == 30
 
 
@@ -53,6 +55,8 @@ def test_a_tenants_own_kept_blocks_are_not_kept_from_itself() -> None:
     ledger = ledger_of(gold=kept, silver=kept)
     assert ledger.kept_from("gold") == 30
     assert ledger.available("gold", 100) == 70
+    assert ledger.can_take("gold", 70, free=100)
+    assert not ledger.can_take("gold", 71, free=100)
 
 
 def test_within_its_nominal_a_tenant_takes_whatever_is_free() -> None:
@@ -72,6 +76,7 @@ def test_new_quotas_leave_what_is_held_and_count_it_anew() -> None:
     ledger.set_quotas({"gold": KvQuota(nominal_percent=80, lendable_percent=0)})
     assert (ledger.used("batch"), ledger.cap("batch")) == (80, 20)
     assert ledger.available("batch", 20) == 0
+    assert ledger.can_take("batch", 0, free=20)
     assert ledger.available("gold", 20) == 20
     ledger.set_quotas({"batch": KvQuota(nominal_percent=50)})
     assert (ledger.nominal("batch"), ledger.borrowed("batch"), ledger.num_borrowed) == (50, 30, 30)

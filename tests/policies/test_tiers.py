@@ -89,6 +89,15 @@ def test_a_floor_counts_what_is_still_to_be_served() -> None:
     assert is_below({BATCH: 10.0, GOLD: 1.0})
 
 
+def test_service_fades_against_what_is_still_to_be_served() -> None:
+    shares = TierShares(window_seconds=60.0)
+    shares.charge(BATCH, 100.0, now=0.0)
+    for now, is_below in ((0.0, False), (60.0, True)):
+        assert is_below == shares.is_below_floor(
+            BATCH, reserved_percent=50, now=now, committed={GOLD: 50.0}
+        )
+
+
 def test_a_floor_of_a_tier_before_any_service_is_not_reached() -> None:
     shares = TierShares()
     assert shares.is_below_floor(BATCH, reserved_percent=1, now=0.0, committed={})
