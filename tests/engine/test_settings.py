@@ -43,6 +43,9 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str)
         ("TIDEGATE_EXECUTOR", "cuda"),
         ("TIDEGATE_KV_BLOCKS", "0"),
         ("TIDEGATE_KV_BLOCKS", "many"),
+        ("TIDEGATE_HOST_KV_BLOCKS", "-1"),
+        ("TIDEGATE_SIMULATED_GPU", "H100"),
+        ("TIDEGATE_SIMULATED_MODEL", ""),
         ("TIDEGATE_THREADS", "0"),
         ("TIDEGATE_PORT", "65536"),
         ("TIDEGATE_DRAIN_SECONDS", "-1"),
@@ -58,6 +61,18 @@ def test_a_wrong_value_is_named_in_one_line(
     assert caught.value.variable == name
     assert str(caught.value).startswith(f"{name}: ")
     assert "\n" not in str(caught.value)
+
+
+def test_the_names_that_may_be_simulated_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEGATE_SIMULATED_GPU", "B200")
+    with pytest.raises(SettingsError, match="one of A100-80G, H100-80G, H200, CPU-2-cores, got"):
+        Settings.from_environment()
+    monkeypatch.setenv("TIDEGATE_SIMULATED_GPU", "H200")
+    monkeypatch.setenv("TIDEGATE_SIMULATED_MODEL", "llama")
+    with pytest.raises(SettingsError, match=r"one of Llama-3\.1-8B, .*SmolLM2-135M, got 'llama'"):
+        Settings.from_environment()
+    monkeypatch.setenv("TIDEGATE_SIMULATED_MODEL", "Qwen3-0.6B")
+    assert Settings.from_environment().simulated_model == "Qwen3-0.6B"
 
 
 def test_settings_are_frozen() -> None:

@@ -156,10 +156,9 @@ def fit_gpu(
     """
     flops = _rate(2 * model.body_parameters, costs.prefill_token_seconds)
     read_seconds = costs.context_token_seconds - model.pair_flops / flops
+    kv_rate = model.kv_token_bytes / read_seconds if read_seconds > 0 else 0.0
     # Weights can't take longer than the step that reads them.
-    bandwidth = max(
-        _rate(model.kv_token_bytes, read_seconds), _rate(model.read_bytes, costs.step_seconds)
-    )
+    bandwidth = max(kv_rate, _rate(model.read_bytes, costs.step_seconds))
     return Gpu(
         name=name,
         flops_per_second=flops,

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from tidegate_engine.core.plan import PlanRow, StepPlan
+from tidegate_engine.core.plan import PlanRow, StepPlan, SwapCopy
 from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.executor.base import Capacity, ExecutorError
 from tidegate_engine.executor.kv_cache import KvCache
@@ -19,7 +19,8 @@ GREEDY = SamplingParams(temperature=0.0)
 def executor() -> TorchExecutor:
     # Tied, a random model mostly repeats its input.
     model = tiny_model(dataclasses.replace(TINY, has_tied_embeddings=False))
-    return TorchExecutor(model, KvCache.allocate(model.config, num_blocks=40, block_size=4))
+    cache = KvCache.allocate(model.config, num_blocks=40, num_host_blocks=20, block_size=4)
+    return TorchExecutor(model, cache)
 
 
 def plan(*rows: PlanRow) -> StepPlan:
@@ -40,7 +41,35 @@ def generate(
 
 
 def test_capacity_is_that_of_the_pool(executor: TorchExecutor) -> None:
-    assert executor.capacity == Capacity(num_blocks=40, num_host_blocks=0, block_size=4)
+    assert executor.capacity == Capacity(num_blocks=40, num_host_blocks=20, block_size=4)
+
+
+def test_padding_rows_write_to_the_scratch_block_alone() -> None:
+    model = tiny_model()
+    cache = KvCache.allocate(model.config, num_blocks=4, block_size=4)
+    row = plan_row([1, 2], [0, 1], start=5, samples=False)._replace(is_padding=True)
+    TorchExecutor(model, cache).execute(plan(row))
+    assert not cache.pool[:4].any()
+    assert cache.pool[4].any()
+
+
+def test_a_row_cannot_name_the_scratch_block(executor: TorchExecutor) -> None:
+    with pytest.raises(ExecutorError, match=r"block ids must lie in \[0, 40\)"):
+        executor.execute(plan(plan_row([1], [40])))
+
+
+def test_on_a_cpu_a_swap_is_complete_with_its_step(executor: TorchExecutor) -> None:
+    swaps = (SwapCopy(1, "a", (3,), (5,)), SwapCopy(2, "b", (4,), (6,)))
+    result = executor.execute(
+        StepPlan(
+            step=1,
+            revision=1,
+            rows=(plan_row(PROMPT, [0, 1, 2]),),
+            swap_out=swaps,
+            num_open_fences=2,
+        )
+    )
+    assert result.passed_fences == (1, 2)
 
 
 def test_an_empty_plan_computes_nothing(executor: TorchExecutor) -> None:

@@ -64,6 +64,18 @@ def test_a_query_sees_its_past_and_itself_only() -> None:
     assert seen == [3, 4, 5] * 2  # two query heads share a KV head
 
 
+def test_padding_rows_are_laid_out_in_the_block_behind_all_others() -> None:
+    padding = plan_row([5, 6], [3, 8], start=3, samples=False)._replace(is_padding=True)
+    batch = build(plan_row([5], [9]), padding)
+    assert batch.blocks.tolist() == [9, 100, 100]
+    assert batch.sampled.tolist() == [0]
+
+
+def test_a_padding_row_needs_no_block_table() -> None:
+    padding = plan_row([5], [], start=9, samples=False)._replace(is_padding=True)
+    assert build(padding).blocks.tolist() == [100]
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
