@@ -65,9 +65,9 @@ class BatchingSettings:
         """Return the same with fewer requests, and fewer slots so that several batches form."""
         return replace(
             self,
-            max_requests=min(self.max_requests or 300, 300),
+            max_requests=min(self.max_requests or 200, 200),
             max_num_seqs=min(self.max_num_seqs, 64),
-            sweep_requests=min(self.sweep_requests, 320),
+            sweep_requests=min(self.sweep_requests, 192),
             sweep_output_tokens=min(self.sweep_output_tokens, 128),
         )
 
@@ -120,6 +120,17 @@ class BatchingBench:
         """Return the saturated throughput of continuous batching over that of another way."""
         ours, theirs = (self.served[name, "saturated", way] for way in (CONTINUOUS, other))
         return ours.output_tokens_per_s / theirs.output_tokens_per_s
+
+    def sweep_curves(self) -> dict[str, list[float]]:
+        """Return what a plot of the sweep shows, by label: a value for each of `DEVIATIONS`."""
+        names = [_SWEPT + cv_suffix(deviation) for deviation in DEVIATIONS]
+        return {
+            "continuous over static": [self.ratio(name, STATIC) for name in names],
+            "continuous over bucketed": [self.ratio(name, BUCKETED) for name in names],
+            "slots that static batching holds, over those it uses": [
+                self.served[name, "saturated", STATIC].slot_bound for name in names
+            ],
+        }
 
     def _traces(self) -> Iterator[tuple[str, Sequence[TraceRequest]]]:
         for name in TRACES:
@@ -241,13 +252,7 @@ def run_batching(
     if json_file is not None:
         result.write(json_file)
     if plot_directory is not None:
-        ratios = {
-            f"continuous over {other}": [
-                bench.ratio(_SWEPT + cv_suffix(deviation), other) for deviation in DEVIATIONS
-            ]
-            for other in (STATIC, BUCKETED)
-        }
-        for file in plot_sweep(plot_directory, DEVIATIONS, ratios):
+        for file in plot_sweep(plot_directory, DEVIATIONS, bench.sweep_curves()):
             progress(f"wrote {file}")
 
 

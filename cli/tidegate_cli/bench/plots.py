@@ -1,5 +1,6 @@
 """Plots of what was measured. matplotlib is wanted only by whoever asks for one."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +26,7 @@ def plot_sweep(
     Args:
         directory: Made when there is none.
         deviations: The coefficients of variation.
-        ratios: By label: one ratio for each of them.
+        ratios: By label, one ratio for each of them.
 
     Returns:
         The written files: `batching-sweep.png` and `batching-sweep.svg`.
@@ -37,11 +38,12 @@ def plot_sweep(
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for label, values in ratios.items():
-        axes.plot(deviations, values, marker="o", label=label)
+    # In styles of their own: with prompts of one length two of the lines lie on each other.
+    for (label, values), style in zip(ratios.items(), itertools.cycle(("-", "--", ":"))):
+        axes.plot(deviations, values, marker="o", linestyle=style, label=label)
     axes.axhline(1.0, color="grey", linewidth=0.8, linestyle="--")
     axes.set_xlabel("coefficient of variation of the output length")
-    axes.set_ylabel("output tokens/s, as a ratio")
+    axes.set_ylabel("ratio of output tokens/s")
     axes.set_xticks(deviations)
     axes.set_ylim(bottom=0.0)
     axes.legend()

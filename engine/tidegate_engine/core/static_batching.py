@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
+from tidegate_engine.core.arrival import RETRY_SECONDS
 from tidegate_engine.core.block_pool import BlockPool
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
@@ -31,11 +32,10 @@ from tidegate_engine.core.request import (
     TenantStats,
     TokenOutput,
 )
+from tidegate_engine.core.sequence import Phase
 from tidegate_policies.admission import Watermark
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from tidegate_policies.snapshot import PolicySnapshot
-
-_RETRY_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -136,18 +136,20 @@ class StaticScheduler:
         self._totals.setdefault(member.tenant, _Totals())
         return None
 
-    def cancel(self, request_id: str, now: float) -> bool:  # noqa: ARG002
+    def cancel(self, request_id: str, now: float) -> Phase | None:  # noqa: ARG002
         """Take a request out, wherever it is; its KV blocks are free at once.
 
         Returns:
-            Whether it was alive. Cancelling twice, or after the end, changes nothing.
+            The phase it was in; None = it wasn't alive. Cancelling twice, or after the end,
+            changes nothing.
         """
         member = self._find(request_id)
         if member is None:
-            return False
+            return None
+        phase = Phase.RUNNING if member.block_table else Phase.WAITING
         self._totals[member.tenant].cancelled += 1
         self._take_out(member)
-        return True
+        return phase
 
     def finish(self, request_id: str, now: float) -> bool:  # noqa: ARG002
         """End a request whose output contains a stop string: as finished, not as cancelled.
@@ -236,7 +238,7 @@ class StaticScheduler:
         """
         self._has_open_plan = False
         ids = dict.fromkeys(row.request_id for row in plan.rows if not row.is_padding)
-        return tuple(request_id for request_id in ids if self.cancel(request_id, now))
+        return tuple(request_id for request_id in ids if self.cancel(request_id, now) is not None)
 
     def stats(self) -> SchedulerStats:
         """Return the numbers at this step boundary."""
@@ -289,7 +291,7 @@ class StaticScheduler:
             return Rejection(
                 code=RejectionCode.NO_POLICY,
                 message="no policy is in force yet",
-                retry_after_seconds=_RETRY_SECONDS,
+                retry_after_seconds=RETRY_SECONDS,
             )
         length, limit = len(request.prompt_ids), self._capacity_tokens - 1
         if not length:
@@ -303,7 +305,7 @@ class StaticScheduler:
             return Rejection(
                 code=RejectionCode.QUEUE_FULL,
                 message=f"{self._limits.max_waiting} requests are waiting already",
-                retry_after_seconds=_RETRY_SECONDS,
+                retry_after_seconds=RETRY_SECONDS,
             )
         return None
 

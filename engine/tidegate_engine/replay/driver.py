@@ -17,6 +17,7 @@ from tidegate_engine.core.request import (
     SchedulerStats,
     TokenOutput,
 )
+from tidegate_engine.core.sequence import Phase
 from tidegate_engine.executor.base import Executor
 from tidegate_engine.executor.clock import Clock
 from tidegate_engine.replay.log import Outcome, ReplayLog, RequestTrace, StepTrace
@@ -37,8 +38,8 @@ class StepScheduler(Protocol):
         """Queue a request, or say why not."""
         ...
 
-    def cancel(self, request_id: str, now: float) -> bool:
-        """Take a request out; returns whether it was alive."""
+    def cancel(self, request_id: str, now: float) -> Phase | None:
+        """Take a request out; returns the phase it was in, None when it wasn't alive."""
         ...
 
     def plan_step(self, now: float) -> StepPlan:
@@ -115,7 +116,7 @@ class Replay:
     def cancel(self, request_id: str) -> bool:
         """Cancel a request at this step boundary; returns whether it was alive."""
         now = self.clock.now()
-        was_alive = self.scheduler.cancel(request_id, now)
+        was_alive = self.scheduler.cancel(request_id, now) is not None
         if was_alive:
             self._end(request_id, Outcome.CANCELLED, now)
         return was_alive

@@ -7,6 +7,7 @@ from hypothesis import given
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import PlanRow, SampledToken, StepPlan, StepResult
 from tidegate_engine.core.request import FinishReason, RejectionCode, TokenOutput
+from tidegate_engine.core.sequence import Phase
 from tidegate_engine.core.static_batching import StaticScheduler
 from tidegate_policies.snapshot import BatchingRule
 from tidegate_testing.policies import a_snapshot, a_tenant
@@ -196,8 +197,8 @@ def test_a_cancelled_request_is_in_no_later_step_and_its_blocks_are_free() -> No
     plan = step(scheduler)
     used = scheduler.stats().kv_used_blocks
 
-    assert scheduler.cancel("goes", 0.0)
-    assert not scheduler.cancel("goes", 0.0)
+    assert scheduler.cancel("goes", 0.0) is Phase.RUNNING
+    assert scheduler.cancel("goes", 0.0) is None
 
     assert scheduler.stats().kv_used_blocks == used - len(plan.rows[-1].block_ids)
     assert {row.request_id for plan in drain(scheduler) for row in plan.rows} == {"stays"}
@@ -221,7 +222,7 @@ def test_a_waiting_request_that_is_cancelled_is_never_admitted() -> None:
     for number in range(3):
         scheduler.submit(a_request(request_id=f"r{number}", output=1), 0.0)
 
-    scheduler.cancel("r1", 0.0)
+    assert scheduler.cancel("r1", 0.0) is Phase.WAITING
 
     assert step(scheduler).admitted == ("r0", "r2")
 
