@@ -42,6 +42,10 @@ class WatermarkGate:
         # At least one, so that an empty pool is always GREEN.
         self._reopening_blocks = max(1, self.low_blocks - self._num_blocks // 100)
 
+    def has_room(self, used_blocks: int, blocks: int) -> bool:
+        """Tell whether at this usage the gate would open for a borrower of so many blocks."""
+        return used_blocks < self._reopening_blocks and used_blocks + blocks < self.high_blocks
+
     def observe(self, used_blocks: int) -> Watermark:
         """Return the state at this usage.
 

@@ -6,7 +6,8 @@ while one is queued, and only counters of one group are compared: of tenants of 
 of weight 0 apart.
 """
 
-from collections.abc import Iterable
+import heapq
+from dataclasses import dataclass, field
 
 Group = tuple[int, bool]
 """The value of a tier, and whether these are its tenants of weight 0."""
@@ -18,16 +19,32 @@ OUTPUT_TOKEN_COST = 2.0
 """Cost units per output token (w_q in the paper): a decode moves all weights for one token."""
 
 
+@dataclass(slots=True)
+class _Members:
+    """Who competes in a group.
+
+    Attributes:
+        active: Members that want service.
+        heap: (counter, member), at least one entry for each active one; one whose counter has grown
+            since is put right when it comes to the top.
+        left_last: Counter of the member that became inactive last.
+    """
+
+    active: dict[str, None] = field(default_factory=dict)
+    heap: list[tuple[float, str]] = field(default_factory=list)
+    left_last: float = 0.0
+
+
 class VirtualTokenCounters:
     """The service that each tenant has received, divided by its weight.
 
     Serving the active tenant with the least counter first keeps any two backlogged tenants within
-    a constant of each other, whatever they send.
+    a constant of each other, whatever they send. All costs are logarithmic in the tenants.
     """
 
     def __init__(self) -> None:
         self._counter: dict[str, float] = {}
-        self._left_last: dict[Group, float] = {}
+        self._groups: dict[Group, _Members] = {}
 
     def value(self, tenant: str) -> float:
         """Return the counter of `tenant` in cost units per weight; 0.0 before its first request."""
@@ -42,32 +59,65 @@ class VirtualTokenCounters:
             weight: The weight in force now, so that a changed weight touches the future alone.
                 Tenants of weight 0 are a group of their own, in which each counts as 1.
         """
-        self._counter[tenant] = self.value(tenant) + cost / max(weight, 1)
+        self._counter[tenant] = self._counter.get(tenant, 0.0) + cost / (weight or 1)
 
-    def join(self, tenant: str, group: Group, *, backlogged: Iterable[str]) -> None:
+    def join(self, tenant: str, group: Group) -> None:
         """Lift the counter of a tenant that becomes active, so that it can't bank idle time.
 
         The floor is the least counter of the others that want service in the group or, when there
         is none, the counter with which a tenant of the group became inactive last. A counter never
         falls.
         """
-        others = [self.value(other) for other in backlogged if other != tenant]
-        floor = min(others) if others else self._left_last.get(group, 0.0)
+        members = self._groups.setdefault(group, _Members())
+        floor = self._least(members)
+        if floor is None:
+            floor = members.left_last
         self._counter[tenant] = max(self.value(tenant), floor)
+        self.readmit(tenant, group)
 
     def leave(self, tenant: str, group: Group) -> None:
         """Remember with which counter `tenant` has become inactive in the group."""
-        self._left_last[group] = self.value(tenant)
+        members = self._groups.setdefault(group, _Members())
+        members.active.pop(tenant, None)
+        members.left_last = self.value(tenant)
 
-    def move(self, tenant: str, group: Group, *, backlogged: Iterable[str]) -> None:
+    def suspend(self, tenant: str, group: Group) -> None:
+        """Leave an active tenant out of the floor: its own limit keeps it back, not the others.
+
+        Its counter falls behind, and a newcomer at that level would gain on all the others.
+        """
+        self._groups.setdefault(group, _Members()).active.pop(tenant, None)
+
+    def readmit(self, tenant: str, group: Group) -> None:
+        """Take an active tenant into the floor, again or for the first time."""
+        members = self._groups.setdefault(group, _Members())
+        members.active[tenant] = None
+        heapq.heappush(members.heap, (self.value(tenant), tenant))
+        if len(members.heap) > 2 * len(members.active) + 64:
+            members.heap = [(self.value(name), name) for name in members.active]
+            heapq.heapify(members.heap)
+
+    def move(self, tenant: str, group: Group) -> None:
         """Take a tenant into another group, as a newcomer there.
 
         Its counter grew against other tenants and says nothing in the new group: it starts level
         with the least served one instead of being punished or favoured for its past.
         """
         self._counter[tenant] = 0.0
-        self.join(tenant, group, backlogged=backlogged)
+        self.join(tenant, group)
 
     def forget(self, tenant: str) -> None:
         """Drop a tenant that is no longer declared and has no work."""
         self._counter.pop(tenant, None)
+
+    def _least(self, members: _Members) -> float | None:
+        """Return the least counter of the active members."""
+        while members.heap:
+            counter, tenant = members.heap[0]
+            if tenant not in members.active:
+                heapq.heappop(members.heap)
+            elif counter < self.value(tenant):
+                heapq.heapreplace(members.heap, (self.value(tenant), tenant))
+            else:
+                return counter
+        return None

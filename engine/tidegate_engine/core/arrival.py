@@ -2,9 +2,12 @@
 
 from tidegate_engine.core.request import Rejection, RejectionCode, Request
 from tidegate_engine.core.tenants import Tenant
+from tidegate_policies.snapshot import StopPolicy
 
 RETRY_SECONDS = 1.0
 """Advice to a client that came too early or met a full queue."""
+
+_STOPPED = (StopPolicy.DRAIN, StopPolicy.CANCEL)
 
 
 def refuse_tenant(request: Request, tenant: Tenant | None, *, revision: int) -> Rejection | None:
@@ -19,6 +22,11 @@ def refuse_tenant(request: Request, tenant: Tenant | None, *, revision: int) -> 
         return Rejection(
             code=RejectionCode.UNKNOWN_TENANT,
             message=f"tenant {request.tenant!r} is not declared in this pool",
+        )
+    if tenant.rule.stop in _STOPPED:
+        return Rejection(
+            code=RejectionCode.TENANT_STOPPED,
+            message=f"tenant {request.tenant!r} is stopped by its policy",
         )
     return None
 
@@ -45,8 +53,20 @@ def refuse_prompt(request: Request, tenant: Tenant, *, cap_tokens: int) -> Rejec
     return None
 
 
-def refuse_for_queue(*, num_waiting: int, max_waiting: int) -> Rejection | None:
-    """Tell whether the engine's queue is full."""
+def refuse_for_queue(
+    request: Request, tenant: Tenant, *, num_waiting: int, max_waiting: int
+) -> Rejection | None:
+    """Tell whether the tenant's or the engine's queue is full."""
+    rule, queue = tenant.rule, tenant.queue
+    length = len(request.prompt_ids)
+    if rule.max_queued is not None and len(queue) >= rule.max_queued:
+        return _tenant_queue_full(f"{rule.max_queued} requests of tenant {tenant.name!r}")
+    most_tokens = rule.max_queued_tokens
+    if most_tokens is not None and queue.num_tokens + length > most_tokens:
+        return _tenant_queue_full(
+            f"{queue.num_tokens} prompt tokens of tenant {tenant.name!r}, with {length} more than"
+            f" its limit of {most_tokens},"
+        )
     if num_waiting < max_waiting:
         return None
     return Rejection(
@@ -62,3 +82,11 @@ def output_limit(request: Request, tenant: Tenant, *, cap_tokens: int) -> int:
     room = cap_tokens - len(request.prompt_ids) + 1
     limits = (request.max_output_tokens, room, tenant.rule.max_output_tokens or room)
     return max(1, min(limits))
+
+
+def _tenant_queue_full(what: str) -> Rejection:
+    return Rejection(
+        code=RejectionCode.TENANT_QUEUE_FULL,
+        message=f"{what} are waiting already",
+        retry_after_seconds=RETRY_SECONDS,
+    )

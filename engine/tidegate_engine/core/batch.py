@@ -1,36 +1,121 @@
-"""From the running requests to the rows of one step."""
+"""From the running requests to the rows of one step: which prompts go on, and how far.
 
-from collections.abc import Iterable
+Source: Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve",
+OSDI 2024, sections 4.1 to 4.3: decodes first, then as much of the prompts as the step has room for.
+Here several prompts may be half read at a time, so that a short one need not wait for a long one.
+"""
 
+from collections.abc import Sequence as Ordered
+
+from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import PlanRow
+from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Sequence
+from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
 
 
-def describe_batch(running: Iterable[Sequence], *, token_budget: int) -> tuple[PlanRow, ...]:
-    """Return all decodes, then prefill chunks in order of admission, within the budget.
+def prefill_budget(running: Running, limits: EngineLimits, step_times: StepTimeModel) -> int:
+    """Return how many prompt tokens the next step may compute beside its decodes.
 
-    More decodes than the budget has tokens are computed all the same: one that stood still would
-    hold its KV blocks for nothing.
+    As many as keep the step within the tightest inter-token latency target of the decodes, but
+    never less than the chunk minimum: decodes must not starve prefill.
     """
-    by_kind = sorted(running, key=lambda seq: not seq.is_decoding)  # stable: keeps the order
-    token_budget = max(token_budget, sum(1 for seq in by_kind if seq.is_decoding))
-    rows: list[PlanRow] = []
-    for seq in by_kind:
-        num_tokens = min(seq.pending_tokens, token_budget)
+    room = max(0, limits.max_batched_tokens - len(running.decoding))
+    budget = min(room, limits.prefill_chunk_max)
+    target = running.tightest_itl
+    if target is None:
+        return budget
+    within_target = step_times.prefill_budget(
+        target_seconds=target,
+        decodes=len(running.decoding),
+        context_tokens=running.context_tokens,
+        start=max((seq.computed_tokens for seq in running.prefilling), default=0),
+    )
+    return min(budget, max(within_target, limits.prefill_chunk_min))
+
+
+def share_out(
+    prefilling: Ordered[Sequence], *, budget: int, max_partial: int
+) -> dict[Sequence, int]:
+    """Divide a step's prompt tokens among the prompts that are being read.
+
+    The first few each have a part of the budget that is theirs, so that none stands still. What
+    they leave goes first to whom it lets finish, the shortest first, then to the first in order.
+
+    Args:
+        prefilling: In order of service.
+        budget: Prompt tokens of the step.
+        max_partial: How many have a part of their own.
+    """
+    shares = dict.fromkeys(prefilling, 0)
+    left = budget
+    part = -(-budget // max(1, min(max_partial, len(prefilling))))
+    for seq in prefilling[:max_partial]:
+        shares[seq] = min(seq.pending_tokens, part, left)
+        left -= shares[seq]
+    by_length = sorted(prefilling, key=lambda seq: seq.pending_tokens - shares[seq])
+    for seq in by_length:
+        wanted = seq.pending_tokens - shares[seq]
+        if wanted > left:
+            break
+        shares[seq] += wanted
+        left -= wanted
+    for seq in prefilling:
+        more = min(seq.pending_tokens - shares[seq], left)
+        shares[seq] += more
+        left -= more
+    return shares
+
+
+def in_service_order(running: Running) -> list[Sequence]:
+    """Return the prompts being read: higher tiers first, then by admission."""
+    return sorted(running.prefilling, key=lambda seq: (-seq.tenant.tier_value, seq.admission))
+
+
+def describe_batch(running: Running, shares: dict[Sequence, int]) -> list[PlanRow]:
+    """Return a row for every decode that has its KV block, then the prefill chunks.
+
+    Decodes that need more tokens than the step's budget are computed all the same: one that stood
+    still would hold its KV blocks for nothing.
+    """
+    rows = [
+        PlanRow(
+            seq.request_id,
+            seq.num_tokens - 1,
+            (seq.token_ids[-1],),
+            seq.block_table,
+            True,  # noqa: FBT003 (by position, as this is done for every request in every step)
+            seq.request.sampling,
+            True,  # noqa: FBT003
+        )
+        for seq in running.decoding
+        if seq.num_tokens <= seq.capacity
+    ]
+    for seq, num_tokens in shares.items():
         if num_tokens:
-            rows.append(_row(seq, num_tokens))
-            token_budget -= num_tokens
-    return tuple(rows)
+            start, end = seq.computed_tokens, seq.computed_tokens + num_tokens
+            rows.append(
+                PlanRow(
+                    request_id=seq.request_id,
+                    start=start,
+                    token_ids=seq.token_ids[start:end],
+                    block_ids=seq.block_table,
+                    samples=end == seq.num_tokens,
+                    sampling=seq.request.sampling,
+                )
+            )
+    return rows
 
 
-def _row(seq: Sequence, num_tokens: int) -> PlanRow:
-    start, end = seq.computed_tokens, seq.computed_tokens + num_tokens
-    return PlanRow(
-        request_id=seq.request_id,
-        start=start,
-        token_ids=seq.token_ids[start:end],
-        block_ids=tuple(seq.block_table),
-        samples=end == len(seq.token_ids),
-        is_decode=seq.is_decoding,
-        sampling=seq.request.sampling,
+def features_of(running: Running, shares: dict[Sequence, int]) -> StepFeatures:
+    """Return what the time of a step depends on that computes all decodes and these chunks."""
+    prefill_tokens = prefill_pairs = 0
+    for seq, num_tokens in shares.items():
+        prefill_tokens += num_tokens
+        prefill_pairs += num_tokens * seq.computed_tokens + num_tokens * (num_tokens + 1) // 2
+    return StepFeatures(
+        prefill_tokens=prefill_tokens,
+        decodes=len(running.decoding),
+        context_tokens=running.context_tokens,
+        prefill_pairs=prefill_pairs,
     )

@@ -46,11 +46,11 @@ class BlockPool:
         """Start with every block free.
 
         Args:
-            num_blocks: Capacity, in blocks.
+            num_blocks: Capacity, in blocks; 0 for a pool that lends nothing.
             block_size: Tokens per block.
         """
-        if num_blocks < 1 or block_size < 1:
-            raise ValueError(f"a pool needs blocks: {num_blocks} of {block_size} tokens")
+        if num_blocks < 0 or block_size < 1:
+            raise ValueError(f"a pool can't have {num_blocks} blocks of {block_size} tokens")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks

@@ -1,110 +1,417 @@
-"""Who may take KV blocks now: the block pool, the quotas and the watermarks in one place."""
+"""Who holds which KV block: the block pools, the quotas, the watermarks and the copies in flight.
 
-from collections.abc import Collection
+Blocks in flight are not free. A block that a swap reads or writes stays with the swap until its
+fence has passed, whatever becomes of its request meanwhile.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from tidegate_engine.core.block_pool import BlockPool
-from tidegate_engine.core.sequence import Sequence
+from tidegate_engine.core.plan import BlockCopy, SwapCopy
+from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_policies.admission import Watermark, WatermarkGate
-from tidegate_policies.quota import KvLedger
+from tidegate_policies.quota import KvLedger, KvQuota
 from tidegate_policies.snapshot import PolicySnapshot, WatermarkRule
 
-RESUME_QUANTUM_TOKENS = 16
-"""A preempted request borrows again only when its context and so many tokens more fit."""
+
+@dataclass(slots=True, kw_only=True)
+class _Flight:
+    """A swap whose fence has not passed.
+
+    Attributes:
+        num_leaving: Device blocks that a swap-out frees.
+        beneficiary: For whom the device blocks of a swap-out are kept once they are free.
+    """
+
+    copy: SwapCopy
+    seq: Sequence
+    is_out: bool
+    num_leaving: int = 0
+    beneficiary: Sequence | None = None
+
+
+class Need(NamedTuple):
+    """Device blocks that a request has to get before it can run.
+
+    Attributes:
+        additional: Blocks that have to be free for it.
+        shared: Blocks of its context that its tenant holds already.
+    """
+
+    additional: int
+    shared: int
 
 
 class KvMemory:
     """The KV blocks of one engine and the rules by which sequences get them."""
 
-    def __init__(self, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
         """Start with every block free and nobody's own."""
         self.pool = BlockPool(num_blocks=num_blocks, block_size=block_size)
-        self._ledger = KvLedger(num_blocks)
-        self._gate = WatermarkGate(WatermarkRule(), num_blocks=num_blocks)
+        self.host = BlockPool(num_blocks=num_host_blocks, block_size=block_size)
+        self.ledger = KvLedger(num_blocks)
+        self.gate = WatermarkGate(WatermarkRule(), num_blocks=num_blocks)
+        self.copies: list[BlockCopy] = []
+        self.swap_out: list[SwapCopy] = []
+        self.swap_in: list[SwapCopy] = []
+        self.swapped_out_blocks = 0
+        self.swapped_in_blocks = 0
+        self._pinned: list[tuple[str, int]] = []
+        self._fences = 0
+        self._flights: dict[int, _Flight] = {}
+        self._leaving: Counter[str] = Counter()
+        self._num_leaving = 0
+        self._num_reserved = 0
+        self._num_incoming = 0
 
     def apply_policy(self, snapshot: PolicySnapshot) -> None:
         """Put quotas and watermarks in force; what runs is not touched here."""
-        self._ledger.set_nominal({r.tenant: r.kv_nominal_percent for r in snapshot.tenants})
-        self._gate.apply_rule(snapshot.watermarks)
+        self.ledger.set_quotas(
+            {
+                rule.tenant: KvQuota(
+                    nominal_percent=rule.kv_nominal_percent,
+                    borrowing_limit_percent=rule.kv_borrowing_limit_percent,
+                    lendable_percent=rule.kv_lendable_percent,
+                )
+                for rule in snapshot.tenants
+            }
+        )
+        self.gate.apply_rule(snapshot.watermarks)
+
+    # -- levels --------------------------------------------------------------------------------
 
     @property
-    def watermark(self) -> Watermark:
-        """The watermark state as last observed."""
-        return self._gate.state
+    def num_settled(self) -> int:
+        """Used blocks, without those that a swap-out will free by itself."""
+        return self.pool.num_used - self._num_leaving
+
+    @property
+    def num_open_fences(self) -> int:
+        """Swaps in flight."""
+        return len(self._flights)
+
+    @property
+    def num_copying(self) -> int:
+        """Blocks that the swaps in flight move."""
+        return sum(len(flight.copy.host_blocks) for flight in self._flights.values())
 
     def observe(self) -> Watermark:
         """Hold the usage of now against the watermarks; once a step, for it moves their state."""
-        return self._gate.observe(self.pool.num_used)
+        return self.gate.observe(self.num_settled)
 
-    def cap_tokens(self, tenant: str) -> int:
-        """Return the longest context that `tenant` could ever hold."""
-        return self._ledger.cap(tenant) * self.pool.block_size
+    def borrowed(self, tenant: str) -> int:
+        """Return what `tenant` holds above its nominal, without what a swap-out will free."""
+        return max(0, self.ledger.borrowed(tenant) - self._leaving[tenant])
 
-    def used_blocks(self, tenant: str) -> int:
-        """Return the blocks that `tenant` holds."""
-        return self._ledger.used(tenant)
+    def cap_tokens(self, seq_tenant: str, *, is_preemptible: bool) -> int:
+        """Return the longest context that a request could ever hold.
 
-    def borrowed_blocks(self, tenant: str) -> int:
-        """Return the blocks that `tenant` holds above its nominal."""
-        return self._ledger.borrowed(tenant)
-
-    def can_ever_hold(self, seq: Sequence) -> bool:
-        """Tell whether the context fits when nobody else borrows."""
-        return len(seq.token_ids) <= self.cap_tokens(seq.tenant)
-
-    def can_admit(self, seq: Sequence, *, may_borrow: bool) -> bool:
-        """Tell whether a waiting sequence may take the blocks of its whole context.
-
-        While nobody borrows, the watermarks gate nobody: a context above them would wait for ever
-        beside tenants that are always busy within their nominal.
-
-        Args:
-            seq: A waiting sequence.
-            may_borrow: Whether the order of admission still lets borrowers in.
+        One that may not be preempted has to fit into what is its tenant's own.
         """
-        blocks = self.pool.blocks_for(len(seq.token_ids))
-        if not self._ledger.can_take(seq.tenant, blocks, free=self.pool.num_free):
-            return False
-        if self._ledger.fits_nominal(seq.tenant, blocks):
-            return True
-        if not may_borrow:
-            return False
-        return not self._ledger.has_borrowers or self._is_borrowing_open(seq, blocks)
+        ledger = self.ledger
+        blocks = ledger.cap(seq_tenant) if is_preemptible else ledger.nominal(seq_tenant)
+        return blocks * self.pool.block_size
+
+    def free_for(self, seq: Sequence) -> int:
+        """Return the free blocks that are not kept for somebody else."""
+        return self.pool.num_free - self._num_reserved + seq.reserved_blocks
+
+    def free_in_time(self, seq: Sequence) -> int:
+        """Return the blocks that are free for `seq` once all swap-outs in flight have ended."""
+        kept = self._num_reserved + self._num_incoming
+        own = seq.reserved_blocks + seq.incoming_blocks
+        return self.pool.num_free + self._num_leaving - kept + own
+
+    def need(self, seq: Sequence) -> Need:
+        """Return what `seq` has to get for its context as it is now."""
+        found, copied = self._found(seq)
+        shared = sum(1 for block in found if self.pool.references(block))
+        pinned = int(copied is not None and not self.pool.references(copied))
+        return Need(self.pool.blocks_for(seq.num_tokens) - shared + pinned, shared)
+
+    # -- running sequences -----------------------------------------------------------------------
 
     def try_grow(self, seq: Sequence) -> bool:
-        """Give a sequence the blocks that its tokens need, if it may have them.
+        """Give a running sequence the block that its newest token needs, if it may have it.
 
         Returns:
             False, and nothing has changed, when it may not.
         """
-        num_tokens = len(seq.token_ids)
-        missing = self.pool.blocks_for(num_tokens) - len(seq.block_table)
-        if missing <= 0:
-            return True
-        if not self._ledger.can_take(seq.tenant, missing, free=self.pool.num_free):
+        if not self.ledger.can_take(seq.tenant.name, 1, free=self.free_for(seq)):
             return False
-        self._ledger.take(seq.tenant, self.pool.grow(seq.block_table, num_tokens=num_tokens))
+        seq.block_table += self.pool.allocate(1)
+        seq.capacity += self.pool.block_size
+        self.ledger.take(seq.tenant.name, 1)
+        self.unreserve(seq, 1)
         return True
 
-    def release(self, seq: Sequence) -> None:
-        """Take back all blocks of a sequence."""
-        self._ledger.give_back(seq.tenant, self.pool.release(seq.block_table))
+    def begin(self, seq: Sequence) -> int:
+        """Give a sequence the blocks of its whole context, to be computed; ask before.
+
+        Returns:
+            Tokens at the start whose keys and values were found in the prefix cache.
+        """
+        found, copied = self._found(seq)
+        if copied is not None:
+            self._pin(seq.tenant.name, copied)
+        self._take(seq, found)
+        seq.computed_tokens = len(found) * self.pool.block_size
+        if copied is not None:
+            self.copies.append(BlockCopy(copied, seq.block_table[len(found)]))
+            seq.computed_tokens = seq.num_tokens - 1
+        return seq.computed_tokens
+
+    def register(self, seq: Sequence) -> None:
+        """Let the prefix cache know the full blocks of what is computed."""
+        num_full = min(seq.computed_tokens // self.pool.block_size, len(seq.block_table))
+        keys = seq.keys.upto(seq.token_ids, num_full, start=seq.num_registered)
+        for block, key in zip(seq.block_table[seq.num_registered : num_full], keys, strict=True):
+            self.pool.register(block, key)
+        seq.num_registered = max(seq.num_registered, num_full)
+
+    def release(self, seq: Sequence) -> int:
+        """Take back everything that `seq` holds; what is in flight, once its fence has passed.
+
+        Returns:
+            Device blocks that are free by it now.
+        """
+        self.unreserve(seq)
+        if seq.fence:
+            return 0
+        if seq.host_table:
+            self.host.release(seq.host_table)
+            seq.host_table = []
+        if not seq.block_table:
+            return 0
+        self.register(seq)
+        freed = self.pool.release(seq.block_table)
+        self.ledger.give_back(seq.tenant.name, freed)
+        _empty(seq)
+        seq.computed_tokens = 0
+        return freed
+
+    # -- swapping ---------------------------------------------------------------------------------
+
+    def has_host_room(self, seq: Sequence) -> bool:
+        """Tell whether the computed context of `seq` fits into the free host blocks."""
+        return self.pool.blocks_for(seq.computed_tokens) <= self.host.num_free
+
+    def begin_swap_out(self, seq: Sequence, beneficiary: Sequence | None) -> int:
+        """Start to move the computed context of a running sequence to the host; ask before.
+
+        Returns:
+            Device blocks that will be free once the fence has passed.
+        """
+        num_computed = self.pool.blocks_for(seq.computed_tokens)
+        self.unreserve(seq)
+        self.register(seq)
+        leaving, unused = seq.block_table[:num_computed], seq.block_table[num_computed:]
+        self.ledger.give_back(seq.tenant.name, self.pool.release(unused))
+        _empty(seq)
+        seq.host_table = self.host.allocate(num_computed)
+        flight = self._start(seq, leaving, is_out=True)
+        flight.beneficiary = beneficiary
+        flight.num_leaving = sum(1 for block in leaving if self.pool.is_exclusive(block))
+        self.swap_out.append(flight.copy)
+        self.swapped_out_blocks += num_computed
+        self._num_leaving += flight.num_leaving
+        self._leaving[seq.tenant.name] += flight.num_leaving
+        return flight.num_leaving
+
+    def begin_swap_in(self, seq: Sequence) -> bool:
+        """Give a swapped sequence its device blocks and start to fill them; ask before.
+
+        Returns:
+            Whether there is anything to copy: what the prefix cache still has isn't.
+        """
+        found, _ = self._found(seq)
+        self._take(seq, found)
+        num_computed = self.pool.blocks_for(seq.computed_tokens)
+        self.host.release(seq.host_table[: len(found)])
+        seq.host_table = seq.host_table[len(found) :]
+        if not seq.host_table:
+            return False
+        flight = self._start(seq, seq.block_table[len(found) : num_computed], is_out=False)
+        self.swap_in.append(flight.copy)
+        self.swapped_in_blocks += len(seq.host_table)
+        return True
+
+    def pass_fence(self, fence: int) -> Sequence | None:
+        """Note that a copy is complete.
+
+        Returns:
+            The sequence whose copy it was, if that is alive; None too for a fence unknown here.
+        """
+        flight = self._flights.pop(fence, None)
+        if flight is None:
+            return None
+        seq = flight.seq
+        seq.fence = 0
+        if flight.is_out:
+            self._land_out(flight)
+        else:
+            self.host.release(seq.host_table)
+            seq.host_table = []
+        if seq.phase is Phase.ENDED:
+            self.release(seq)
+            return None
+        return seq
+
+    def begin_step(self) -> None:
+        """Forget what the last plan asked to be copied."""
+        self.copies, self.swap_out, self.swap_in = [], [], []
+
+    def end_step(self) -> None:
+        """Let go of the sources of copies on write, which are done now."""
+        for tenant, block in self._pinned:
+            self.ledger.give_back(tenant, self.pool.release([block]))
+        self._pinned = []
+
+    # -- reservations ------------------------------------------------------------------------------
+
+    def expect(self, seq: Sequence, blocks: int) -> None:
+        """Keep so many of the blocks for `seq` that swap-outs for its sake will free."""
+        seq.incoming_blocks += blocks
+        self._num_incoming += blocks
+
+    def reserve(self, seq: Sequence, blocks: int) -> None:
+        """Keep free blocks for `seq`."""
+        seq.reserved_blocks += blocks
+        self._num_reserved += blocks
+
+    def unreserve(self, seq: Sequence, blocks: int | None = None) -> None:
+        """Stop keeping so many blocks for `seq`, or all."""
+        returned = min(seq.reserved_blocks, seq.reserved_blocks if blocks is None else blocks)
+        seq.reserved_blocks -= returned
+        self._num_reserved -= returned
+        if blocks is None and seq.incoming_blocks:
+            self._num_incoming -= seq.incoming_blocks
+            seq.incoming_blocks = 0
+            for flight in self._flights.values():
+                if flight.beneficiary is seq:
+                    flight.beneficiary = None
+
+    def what_if(self, released: Mapping[str, int]) -> KvLedger:
+        """Return the ledger as it would be if these tenants held so many blocks less.
+
+        What swap-outs in flight will free counts as free already.
+        """
+        both = Counter(self._leaving)
+        both.update(released)
+        return self.ledger.what_if(both)
+
+    # -- verification ------------------------------------------------------------------------------
 
     def check_invariants(self, sequences: Collection[Sequence]) -> None:
-        """Verify block tables against pool and ledger.
+        """Verify block tables against pools, ledger and copies.
 
         Raises:
             AssertionError: They disagree.
         """
-        self.pool.check_invariants(seq.block_table for seq in sequences)
-        used: dict[str, int] = {}
+        device, host = Counter[int](), Counter[int]()
+        used: dict[str, set[int]] = {}
+        for tenant, block in self._pinned:
+            device[block] += 1
+            used.setdefault(tenant, set()).add(block)
         for seq in sequences:
-            used[seq.tenant] = used.get(seq.tenant, 0) + len(seq.block_table)
-        self._ledger.check_invariants(used)
+            device.update(seq.block_table)
+            host.update(seq.host_table)
+            used.setdefault(seq.tenant.name, set()).update(seq.block_table)
+            if seq.capacity != len(seq.block_table) * self.pool.block_size:
+                raise AssertionError(f"{seq.request_id} has room for {seq.capacity} tokens")
+        for flight in self._flights.values():
+            self._check_flight(flight, sequences, device, host, used)
+        self.pool.check_invariants(device)
+        self.host.check_invariants(host)
+        self.ledger.check_invariants({name: len(blocks) for name, blocks in used.items()})
+        kept = sum(s.reserved_blocks for s in sequences), sum(s.incoming_blocks for s in sequences)
+        if kept != (self._num_reserved, self._num_incoming):
+            raise AssertionError(
+                f"{kept} blocks are kept now and later, booked {self._num_reserved} and"
+                f" {self._num_incoming}"
+            )
+        leaving = sum(flight.num_leaving for flight in self._flights.values())
+        if leaving != self._num_leaving or leaving != sum(self._leaving.values()):
+            raise AssertionError(f"{leaving} blocks leave, booked {self._num_leaving}")
+        if self._num_reserved > self.pool.num_free:
+            raise AssertionError(f"{self._num_reserved} blocks are reserved, but not all are free")
 
-    def _is_borrowing_open(self, seq: Sequence, blocks: int) -> bool:
-        used = self.pool.num_used
-        if seq.preemptions:
-            resumed = self.pool.blocks_for(len(seq.token_ids) + RESUME_QUANTUM_TOKENS)
-            return used + resumed <= self._gate.low_blocks
-        is_green = self.watermark is Watermark.GREEN and used < self._gate.low_blocks
-        return is_green and used + blocks < self._gate.high_blocks
+    def _check_flight(
+        self,
+        flight: _Flight,
+        sequences: Collection[Sequence],
+        device: "Counter[int]",
+        host: "Counter[int]",
+        used: dict[str, set[int]],
+    ) -> None:
+        seq = flight.seq
+        if seq.fence != flight.copy.fence:
+            raise AssertionError(f"{seq.request_id} doesn't know fence {flight.copy.fence}")
+        if flight.is_out:
+            device.update(flight.copy.device_blocks)
+            used.setdefault(seq.tenant.name, set()).update(flight.copy.device_blocks)
+        elif seq.phase is Phase.ENDED:
+            device.update(seq.block_table)
+            used.setdefault(seq.tenant.name, set()).update(seq.block_table)
+        if seq not in sequences:
+            host.update(seq.host_table)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _take(self, seq: Sequence, found: list[int]) -> None:
+        """Build the block table of a whole context on blocks that were found in the cache."""
+        missing = self.pool.blocks_for(seq.num_tokens) - len(found)
+        taken = self.pool.share(found)  # first, so that no allocation forgets them
+        seq.block_table = found + self.pool.allocate(missing)
+        seq.capacity = len(seq.block_table) * self.pool.block_size
+        seq.num_shared = seq.num_registered = len(found)
+        self.ledger.take(seq.tenant.name, taken + missing)
+        self.unreserve(seq)
+
+    def _found(self, seq: Sequence) -> tuple[list[int], int | None]:
+        """Look the context of a sequence that holds no device block up in the prefix cache.
+
+        Returns:
+            The blocks it can share, and the one to copy: when all of a context is cached, its last
+            token has to be computed all the same, and would be written into a block that others
+            read.
+        """
+        size = self.pool.block_size
+        if seq.host_table:
+            return self.pool.match(seq.keys.upto(seq.token_ids, seq.computed_tokens // size)), None
+        found = self.pool.match(seq.keys.upto(seq.token_ids, seq.num_tokens // size))
+        is_whole = found and len(found) * size == seq.num_tokens
+        return (found, found.pop()) if is_whole else (found, None)
+
+    def _pin(self, tenant: str, block: int) -> None:
+        """Hold the source of a copy on write until the copy is done."""
+        self.ledger.take(tenant, self.pool.share([block]))
+        self._pinned.append((tenant, block))
+
+    def _start(self, seq: Sequence, blocks: list[int], *, is_out: bool) -> _Flight:
+        self._fences += 1
+        seq.fence = self._fences
+        copy = SwapCopy(seq.fence, seq.request_id, tuple(blocks), tuple(seq.host_table))
+        flight = self._flights[seq.fence] = _Flight(copy=copy, seq=seq, is_out=is_out)
+        return flight
+
+    def _land_out(self, flight: _Flight) -> None:
+        name = flight.seq.tenant.name
+        freed = self.pool.release(flight.copy.device_blocks)
+        self.ledger.give_back(name, freed)
+        self._num_leaving -= flight.num_leaving
+        self._leaving[name] -= flight.num_leaving
+        if (beneficiary := flight.beneficiary) is not None:
+            arrived = min(freed, beneficiary.incoming_blocks)
+            beneficiary.incoming_blocks -= arrived
+            self._num_incoming -= arrived
+            self.reserve(beneficiary, arrived)
+
+
+def _empty(seq: Sequence) -> None:
+    """Give a sequence that holds no device block a new table: plans refer to the old one."""
+    seq.block_table = []
+    seq.capacity = seq.num_shared = seq.num_registered = 0

@@ -3,25 +3,45 @@
 A pure state machine: events and a time go in, a `StepPlan` comes out. It holds no tensor, reads no
 clock and does no I/O; the same calls give the same plans, whatever executes them.
 
-A step, in this order: the newest policy is put in force; usage is held against the watermarks; what
-runs gets the KV block for its next token, and where blocks lack somebody yields; what waits is
-admitted; the batch is described. Every plan with rows has to be answered with `commit_step` before
-the next call; cancels come between the two calls of neighbouring steps, so that no step that is
-planned after a cancel contains the request.
+A step, in this order: the newest policy is put in force; who is over a time limit is dropped; usage
+is held against the watermarks; what runs gets the KV block for its next token, and where blocks
+lack somebody yields; what waits is admitted; the prompts being read share what the step has room
+for. Every plan that is executable has to be answered with `commit_step` before the next call;
+cancels come between the two calls of neighbouring steps, so that no step that is planned after a
+cancel contains the request.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
+from tidegate_engine.core.admission import Admission
 from tidegate_engine.core.arrival import (
     output_limit,
     refuse_for_queue,
     refuse_prompt,
     refuse_tenant,
 )
-from tidegate_engine.core.batch import describe_batch
+from tidegate_engine.core.batch import (
+    describe_batch,
+    features_of,
+    in_service_order,
+    prefill_budget,
+    share_out,
+)
+from tidegate_engine.core.costs import ExecutorCosts
+from tidegate_engine.core.decisions import Decision, DecisionLog, DecisionRecord, Reason, Verdict
+from tidegate_engine.core.forecast import Forecast
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.limits import EngineLimits
-from tidegate_engine.core.plan import SampledToken, StepPlan, StepResult
+from tidegate_engine.core.plan import (
+    Expiry,
+    ExpiryCause,
+    PlanRow,
+    SampledToken,
+    StepPlan,
+    StepResult,
+)
+from tidegate_engine.core.preemptor import Preemptor
+from tidegate_engine.core.prefix_cache import BlockKeys
 from tidegate_engine.core.request import (
     FinishReason,
     Rejection,
@@ -29,31 +49,78 @@ from tidegate_engine.core.request import (
     SchedulerStats,
     TokenOutput,
 )
+from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Phase, Sequence
-from tidegate_engine.core.tenants import MAX_TOMBSTONES, Tenant, TenantTable
-from tidegate_policies.admission import Watermark
+from tidegate_engine.core.stats import describe
+from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
+from tidegate_engine.core.tenants import Tenant, TenantTable
+from tidegate_engine.core.time_limits import TimeLimits
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
-from tidegate_policies.preemption import VictimCandidate, choose_victim
-from tidegate_policies.snapshot import PolicySnapshot
+from tidegate_policies.snapshot import PolicySnapshot, StopPolicy
+from tidegate_policies.tiers import TierShares
 
 
 class Scheduler:
-    """The waiting and running requests of one engine."""
+    """The waiting, running and swapped requests of one engine."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, limits: EngineLimits) -> None:
-        """Start empty and without a policy: nothing is let in until one is in force."""
-        self._memory = KvMemory(num_blocks=num_blocks, block_size=block_size)
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_host_blocks: int = 0,
+        limits: EngineLimits,
+        costs: ExecutorCosts | None = None,
+    ) -> None:
+        """Start empty and without a policy: nothing is let in until one is in force.
+
+        Args:
+            num_blocks: KV blocks on the device.
+            block_size: Tokens in each.
+            num_host_blocks: KV blocks in host memory; without any, preemption is by recompute.
+            limits: The engine's own; a policy may set others.
+            costs: Time that the executor takes, to begin with; what steps take is learnt from.
+        """
+        self.decision_log = DecisionLog()
+        self._memory = KvMemory(
+            num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks
+        )
         self._engine_limits = limits
         self._limits = limits
         self._tenants = TenantTable()
+        self._running = Running()
+        self._forecast = Forecast(block_size=block_size)
+        self._step_times = StepTimeModel(costs or ExecutorCosts())
+        self._shares = TierShares()
+        self._time_limits = TimeLimits()
+        self._preemptor = Preemptor(
+            memory=self._memory,
+            running=self._running,
+            tenants=self._tenants,
+            forecast=self._forecast,
+            step_times=self._step_times,
+            shares=self._shares,
+        )
+        self._admission = Admission(
+            memory=self._memory,
+            running=self._running,
+            tenants=self._tenants,
+            forecast=self._forecast,
+            shares=self._shares,
+            preemptor=self._preemptor,
+        )
         self._mailbox: tuple[PolicySnapshot, int] | None = None
         self._revision = 0
         self._step = 0
         self._arrivals = 0
-        self._admissions = 0
         self._live: dict[str, Sequence] = {}
-        self._running: list[Sequence] = []
+        self._joining: list[Sequence] = []
         self._has_open_plan = False
+        self._planned_at = 0.0
+        self._features = StepFeatures(0, 0, 0, 0)
+        self._decisions: list[Decision] = []
+        self._ended: list[str] = []
+        self._stopped: list[str] = []
 
     @property
     def revision(self) -> int:
@@ -67,15 +134,22 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is queued or running."""
-        return bool(self._live)
+        """Whether any request is alive, or a copy in flight."""
+        return bool(self._live) or self._memory.num_open_fences > 0
 
     @property
     def num_waiting(self) -> int:
         """Requests that are not in the batch, preempted ones included."""
         return len(self._live) - len(self._running)
 
-    def submit(self, request: Request, now: float) -> Rejection | None:  # noqa: ARG002
+    @property
+    def step_costs(self) -> ExecutorCosts:
+        """What steps were found to cost."""
+        return self._step_times.costs
+
+    # -- events ----------------------------------------------------------------------------------
+
+    def submit(self, request: Request, now: float) -> Rejection | None:
         """Queue a request behind the earlier ones of its tenant, or say why not.
 
         Raises:
@@ -87,36 +161,37 @@ class Scheduler:
         rejection = refuse_tenant(request, tenant, revision=self._revision)
         if rejection is not None or tenant is None:
             return rejection
-        cap_tokens = self._memory.cap_tokens(tenant.name)
+        cap_tokens = self._memory.cap_tokens(
+            tenant.name, is_preemptible=tenant.rule.preemption.preemptible
+        )
         rejection = refuse_prompt(request, tenant, cap_tokens=cap_tokens) or refuse_for_queue(
-            num_waiting=self.num_waiting, max_waiting=self._limits.max_waiting
+            request, tenant, num_waiting=self.num_waiting, max_waiting=self._limits.max_waiting
         )
         if rejection is not None:
             return rejection
         self._arrivals += 1
-        seq = Sequence(
-            request=request,
-            arrival=self._arrivals,
-            max_output_tokens=output_limit(request, tenant, cap_tokens=cap_tokens),
-            token_ids=list(request.prompt_ids),
-        )
-        self._tenants.activate(tenant)
+        seq = self._sequence(request, tenant, now, cap_tokens=cap_tokens)
         self._live[seq.request_id] = seq
-        tenant.push(seq)
+        self._tenants.enqueue(seq, now)
+        self._time_limits.watch(seq)
         return None
 
-    def cancel(self, request_id: str, now: float) -> bool:  # noqa: ARG002
-        """Take a request out, wherever it is; its KV blocks are free at once.
+    def cancel(self, request_id: str, now: float) -> Phase | None:  # noqa: ARG002
+        """Take a request out, wherever it is.
+
+        Its KV blocks are free at once; those that a copy reads or writes, when that has ended.
 
         Returns:
-            Whether it was alive. Cancelling twice, or after the end, changes nothing.
+            The phase it was in; None = it wasn't alive. Cancelling twice, or after the end,
+            changes nothing.
         """
         seq = self._live.get(request_id)
         if seq is None:
-            return False
-        self._tenants[seq.tenant].totals.cancelled += 1
+            return None
+        phase = seq.phase
+        seq.tenant.totals.cancelled += 1
         self._end(seq)
-        return True
+        return phase
 
     def finish(self, request_id: str, now: float) -> bool:  # noqa: ARG002
         """End a request whose output contains a stop string: as finished, not as cancelled.
@@ -134,7 +209,9 @@ class Scheduler:
         """Leave a policy in the mailbox; the next `plan_step` puts it in force, whole."""
         self._mailbox = (snapshot, revision)
 
-    def plan_step(self, now: float) -> StepPlan:  # noqa: ARG002
+    # -- a step ----------------------------------------------------------------------------------
+
+    def plan_step(self, now: float) -> StepPlan:
         """Decide the next step and reserve its KV blocks.
 
         Returns:
@@ -145,29 +222,21 @@ class Scheduler:
         """
         if self._has_open_plan:
             raise RuntimeError(f"step {self._step} was planned and not committed")
+        self._begin_step(now)
         self._adopt_policy()
-        ended: list[str] = []
-        preempted = self._relieve_red()
-        preempted += self._grow_running(ended)
-        admitted = self._admit(ended)
-        rows = describe_batch(self._running, token_budget=self._limits.max_batched_tokens)
-        if rows:
-            self._step += 1
-            self._has_open_plan = True
-        return StepPlan(
-            step=self._step,
-            revision=self._revision,
-            rows=rows,
-            admitted=tuple(admitted),
-            preempted=tuple(preempted),
-            ended=tuple(ended),
-        )
+        expired = self._expire(now)
+        for seq in self._joining:
+            self._admission.join(seq)
+        self._joining = []
+        self._preemptor.relieve()
+        self._grow_running()
+        self._admission.run(prefill_budget(self._running, self._limits, self._step_times))
+        for seq in self._admission.hopeless:
+            self._end_for_lack(seq)
+        return self._emit(now, expired)
 
     def commit_step(
-        self,
-        plan: StepPlan,
-        result: StepResult,
-        now: float,  # noqa: ARG002
+        self, plan: StepPlan, result: StepResult, now: float
     ) -> tuple[TokenOutput, ...]:
         """Account for the step just executed.
 
@@ -177,42 +246,47 @@ class Scheduler:
         Raises:
             KeyError: `result` lacks a row of `plan` that samples. Nothing has changed.
         """
-        missing = [
-            r.request_id for r in plan.rows if r.samples and r.request_id not in result.tokens
-        ]
+        tokens = result.tokens
+        missing = [r.request_id for r in plan.rows if r.samples and r.request_id not in tokens]
         if missing:
             raise KeyError(f"step {plan.step}: no token for requests {missing}")
         self._has_open_plan = False
-        outputs: list[TokenOutput] = []
-        for row in plan.rows:
-            seq = self._live.get(row.request_id)
-            if seq is None:  # cancelled while the step was computed
-                continue
-            self._book_computed(seq, len(row.token_ids))
-            if row.samples:
-                outputs.append(self._append(seq, result.tokens[row.request_id]))
-        return tuple(outputs)
+        if plan.rows:
+            self._step_times.observe(self._features, now - self._planned_at)
+        outputs = self._commit_rows(plan.rows, tokens, now)
+        self._memory.end_step()
+        for fence in result.passed_fences:
+            self._land(fence)
+        return outputs
 
     def abandon_step(self, plan: StepPlan, now: float) -> tuple[str, ...]:
-        """Drop the requests of a step that could not be executed.
+        """Drop the requests of a step that could not be executed, with what their blocks hold.
+
+        Its own swaps count as ended; those of earlier plans are still in flight.
 
         Returns:
             The requests that were dropped; they count as cancelled.
         """
         self._has_open_plan = False
-        return tuple(r.request_id for r in plan.rows if self.cancel(r.request_id, now))
+        swaps = (*plan.swap_out, *plan.swap_in)
+        concerned = dict.fromkeys([*(r.request_id for r in plan.rows), *(s[1] for s in swaps)])
+        dropped = [request_id for request_id in concerned if request_id in self._live]
+        for request_id in dropped:
+            self._live[request_id].computed_tokens = 0  # nothing of it may be read again
+            self.cancel(request_id, now)
+        self._memory.end_step()
+        for swap in swaps:
+            self._memory.pass_fence(swap.fence)
+        return tuple(dropped)
 
     def stats(self) -> SchedulerStats:
         """Return the numbers at this step boundary."""
-        return SchedulerStats(
+        return describe(
             step=self._step,
             revision=self._revision,
-            running=len(self._running),
-            waiting=self.num_waiting,
-            kv_blocks=self._memory.pool.num_blocks,
-            kv_used_blocks=self._memory.pool.num_used,
-            watermark=self._memory.watermark,
-            tenants=self._tenants.stats(self._memory),
+            tenants=self._tenants,
+            running=self._running,
+            memory=self._memory,
         )
 
     def check_invariants(self) -> None:
@@ -221,136 +295,175 @@ class Scheduler:
         Raises:
             AssertionError: They don't.
         """
-        self._memory.check_invariants(self._live.values())
-        for seq in self._live.values():
-            if seq.phase is Phase.WAITING and seq.block_table:
-                raise AssertionError(f"{seq.request_id} waits and holds blocks")
+        self._memory.check_invariants(list(self._live.values()))
+        self._running.check_invariants()
+        self._tenants.check_invariants()
+        self._forecast.lengths.check_invariants()
         for tenant in self._tenants:
-            phases = [s.phase for s in self._live.values() if s.tenant == tenant.name]
-            counted = phases.count(Phase.WAITING), phases.count(Phase.RUNNING)
-            if counted != (tenant.waiting, tenant.running):
-                raise AssertionError(f"{tenant.name} has {counted} waiting and running requests")
-            if len(tenant.queue) > 2 * tenant.waiting + MAX_TOMBSTONES:
-                raise AssertionError(f"{tenant.name} keeps {len(tenant.queue)} ended requests")
+            own = [seq for seq in self._live.values() if seq.tenant is tenant]
+            phases = [seq.phase for seq in own]
+            counted = [phases.count(p) for p in (Phase.WAITING, Phase.RUNNING, Phase.SWAPPED)]
+            if counted != [tenant.waiting, tenant.running, tenant.swapped]:
+                raise AssertionError(f"{tenant.name} has {counted} requests by phase")
+            owed = sum(s.uncharged_prompt_tokens for s in own if s.phase is Phase.RUNNING)
+            if owed != tenant.admitted_prompt_tokens:
+                raise AssertionError(f"{tenant.name} is to pay {owed} prompt tokens")
+        for seq in self._live.values():
+            if seq.num_tokens != len(seq.token_ids):
+                raise AssertionError(f"{seq.request_id} miscounts its tokens")
+            if seq.phase is Phase.WAITING and (seq.block_table or seq.host_table):
+                raise AssertionError(f"{seq.request_id} waits and holds blocks")
 
-    # -- policy ------------------------------------------------------------------------------
+    # -- planning --------------------------------------------------------------------------------
+
+    def _begin_step(self, now: float) -> None:
+        self._decisions = []
+        self._ended = []
+        self._stopped = []
+        self._planned_at = now
+        self._memory.begin_step()
+        self._preemptor.begin_step(self._decisions, now)
 
     def _adopt_policy(self) -> None:
-        if self._mailbox is None:
+        if self._mailbox is not None:
+            snapshot, self._revision = self._mailbox
+            self._mailbox = None
+            self._limits = self._engine_limits.under(snapshot.batching)
+            self._forecast.estimate = snapshot.kv_estimate
+            self._memory.apply_policy(snapshot)
+            self._tenants.apply_policy(snapshot)
+            self._running.recount()
+            self._admission.forget_promises()
+            self._stop_tenants(snapshot)
+        self._admission.begin_step(self._decisions, self._limits, self._planned_at)
+
+    def _stop_tenants(self, snapshot: PolicySnapshot) -> None:
+        """Drop the requests of tenants whose policy cancels them."""
+        stopped = {r.tenant for r in snapshot.tenants if r.stop is StopPolicy.CANCEL}
+        if not stopped:
             return
-        snapshot, self._revision = self._mailbox
-        self._mailbox = None
-        self._limits = self._engine_limits.under(snapshot.batching)
-        self._memory.apply_policy(snapshot)
-        self._tenants.apply_policy(snapshot)
+        for seq in [s for s in self._live.values() if s.tenant.name in stopped]:
+            self._stopped.append(seq.request_id)
+            seq.tenant.totals.cancelled += 1
+            self._note(seq, Verdict.STOPPED, Reason.TENANT_STOPPED)
+            self._end(seq)
 
-    # -- running requests --------------------------------------------------------------------
+    def _expire(self, now: float) -> tuple[Expiry, ...]:
+        """Drop the requests that have waited, or run, for too long."""
+        due = self._time_limits.pop_due(now)
+        for seq, expiry in due:
+            seq.tenant.totals.expired += 1
+            is_wait = expiry.cause is ExpiryCause.QUEUE_TIMEOUT
+            reason = Reason.QUEUE_TIMEOUT if is_wait else Reason.REQUEST_TIMEOUT
+            self._note(seq, Verdict.EXPIRED, reason)
+            self._end(seq)
+        return tuple(expiry for _, expiry in due)
 
-    def _relieve_red(self) -> list[str]:
-        """Above the high watermark, preempt borrowers until usage is down at the low one."""
-        preempted: list[str] = []
-        # The last borrower stays: it would come back at once, as nobody else borrows.
-        while self._memory.observe() is Watermark.RED and len(borrowers := self._borrowers()) > 1:
-            victim = self._victim(borrowers)
-            self._preempt(victim)
-            preempted.append(victim.request_id)
-        return preempted
+    def _grow_running(self) -> None:
+        """Give every decode, oldest first, the block for its next token."""
+        memory = self._memory
+        lacking = [seq for seq in self._running.decoding if seq.num_tokens > seq.capacity]
+        for seq in lacking:
+            if seq.phase is not Phase.RUNNING or memory.try_grow(seq):
+                continue
+            preemptible = seq.tenant.rule.preemption.preemptible
+            most = memory.cap_tokens(seq.tenant.name, is_preemptible=preemptible)
+            if seq.num_tokens > most:  # a policy change took what it needs
+                self._end_for_lack(seq)
+                continue
+            self._preemptor.make_room_to_grow(seq)
+            if seq.phase is Phase.RUNNING:
+                memory.try_grow(seq)  # else it stands still until copies have ended
 
-    def _grow_running(self, ended: list[str]) -> list[str]:
-        """Give every running request, oldest first, the block for its next token."""
-        preempted: list[str] = []
-        for seq in list(self._running):
-            while seq.phase is Phase.RUNNING and not self._memory.try_grow(seq):
-                if not self._memory.can_ever_hold(seq):  # a policy change took what it needs
-                    self._complete(seq)
-                    ended.append(seq.request_id)
-                    break
-                own = next(s for s in reversed(self._running) if s.tenant == seq.tenant)
-                victim = self._victim([*self._borrowers(), own])
-                self._preempt(victim)
-                preempted.append(victim.request_id)
-        return preempted
-
-    def _borrowers(self) -> list[Sequence]:
-        """Return the running requests that hold borrowed blocks: each tenant's newest ones."""
-        excess = {name: self._memory.borrowed_blocks(name) for name in self._tenants.names()}
-        borrowers: list[Sequence] = []
-        for seq in reversed(self._running):
-            if excess[seq.tenant] > 0:
-                borrowers.append(seq)
-                excess[seq.tenant] -= len(seq.block_table)
-        return borrowers
-
-    def _victim(self, among: Iterable[Sequence]) -> Sequence:
-        """Choose who of several running requests yields."""
-        victim = choose_victim(
-            VictimCandidate(
-                request_id=seq.request_id,
-                tier_value=self._tenants[seq.tenant].tier_value,
-                weight=self._tenants[seq.tenant].rule.weight,
-                borrowed_blocks=self._memory.borrowed_blocks(seq.tenant),
-                admission=seq.admission,
+    def _emit(self, now: float, expired: tuple[Expiry, ...]) -> StepPlan:
+        shares = self._prefill_shares()
+        rows = describe_batch(self._running, shares)
+        if not rows and not self._memory.num_open_fences and len(self._running):
+            # All stand still, and nobody may be taken out: the newest gives its blocks back.
+            self._end_for_lack(list(self._running)[-1])
+        if rows:
+            self._step += 1
+            self._features = features_of(self._running, shares)
+        self._has_open_plan = bool(rows) or self._memory.num_open_fences > 0
+        decisions = tuple(self._decisions)
+        if decisions:
+            self.decision_log.add(
+                DecisionRecord(
+                    self._step, self._revision, now, self._memory.gate.state.value, decisions
+                )
             )
-            for seq in among
+        return StepPlan(
+            step=self._step,
+            revision=self._revision,
+            rows=tuple(rows),
+            copies=tuple(self._memory.copies),
+            swap_out=tuple(self._memory.swap_out),
+            swap_in=tuple(self._memory.swap_in),
+            num_open_fences=self._memory.num_open_fences,
+            admitted=tuple(self._admission.admitted),
+            preempted=tuple(self._preemptor.preempted),
+            ended=tuple(self._ended),
+            expired=expired,
+            stopped=tuple(self._stopped),
+            decisions=decisions,
+            wake_at=self._wake_at(now),
         )
-        return self._live[victim.request_id]
 
-    def _preempt(self, victim: Sequence) -> None:
-        """Return `victim` to its tenant's queue; its context is computed again later."""
-        self._memory.release(victim)
-        victim.phase = Phase.WAITING
-        victim.computed_tokens = 0
-        victim.preemptions += 1
-        tenant = self._tenants[victim.tenant]
-        tenant.running -= 1
-        tenant.totals.preempted += 1
-        tenant.push(victim)
-        self._running.remove(victim)
+    def _prefill_shares(self) -> dict[Sequence, int]:
+        if not self._running.prefilling:
+            return {}
+        return share_out(
+            in_service_order(self._running),
+            budget=prefill_budget(self._running, self._limits, self._step_times),
+            max_partial=self._limits.max_partial_prefills,
+        )
 
-    # -- admission ---------------------------------------------------------------------------
+    def _wake_at(self, now: float) -> float | None:
+        if self._ended:  # what they held may let somebody in
+            return now
+        times = (self._admission.wake_at, self._time_limits.next_at)
+        return min((time for time in times if time is not None), default=None)
 
-    def _admit(self, ended: list[str]) -> list[str]:
-        """Move waiting requests into the batch: by tier, then tenant, then arrival.
+    # -- accounting ------------------------------------------------------------------------------
 
-        A head that may not borrow now closes borrowing for all behind it, or small requests would
-        starve it; what fits a tenant's own nominal is let in all the same.
-        """
-        admitted: list[str] = []
-        may_borrow = True
-        budget = self._limits.max_batched_tokens - sum(seq.pending_tokens for seq in self._running)
-        blocked: set[str] = set()
-        while len(self._running) < self._limits.max_num_seqs and budget > 0:
-            tenant = next((t for t in self._tenants.in_order() if t.name not in blocked), None)
-            if tenant is None:
-                break
-            seq = tenant.head()
-            if seq is None or tenant.is_full:
-                blocked.add(tenant.name)
-            elif not self._memory.can_ever_hold(seq):  # a policy change made it too large
-                self._complete(seq)
-                ended.append(seq.request_id)
-            elif self._memory.can_admit(seq, may_borrow=may_borrow):
-                self._start(tenant.pop(), tenant)
-                admitted.append(seq.request_id)
-                budget -= seq.pending_tokens
+    def _commit_rows(
+        self, rows: tuple[PlanRow, ...], tokens: Mapping[str, SampledToken], now: float
+    ) -> tuple[TokenOutput, ...]:
+        """Book what was computed and append what was sampled."""
+        live, decoding = self._live, self._running.decoding
+        outputs: list[TokenOutput] = []
+        served: list[Tenant] = []
+        read: list[Sequence] = []
+        for row in rows:
+            seq = live.get(row.request_id)
+            if seq is None:  # cancelled while the step was computed
+                continue
+            if seq in decoding:
+                seq.computed_tokens += 1
             else:
-                blocked.add(tenant.name)
-                may_borrow = False
-        return admitted
+                self._book_prefill(seq, len(row.token_ids), now)
+                if not row.samples:
+                    continue
+                read.append(seq)
+            tenant = seq.tenant
+            if not tenant.step_tokens:
+                served.append(tenant)
+            tenant.step_tokens += 1
+            outputs.append(_append(seq, tokens[row.request_id]))
+        self._running.context_tokens += len(outputs) - len(read)
+        for seq in read:
+            self._memory.register(seq)
+            self._running.end_prefill(seq)
+        for tenant in served:
+            self._charge_output(tenant, now)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._complete(live[output.request_id])
+        return tuple(outputs)
 
-    def _start(self, seq: Sequence, tenant: Tenant) -> None:
-        self._memory.try_grow(seq)  # can_admit has said yes
-        self._admissions += 1
-        seq.admission = self._admissions
-        seq.phase = Phase.RUNNING
-        tenant.running += 1
-        self._running.append(seq)
-
-    # -- accounting --------------------------------------------------------------------------
-
-    def _book_computed(self, seq: Sequence, num_tokens: int) -> None:
+    def _book_prefill(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """Charge computed prompt tokens, each once; what a recompute repeats is free."""
-        tenant = self._tenants[seq.tenant]
+        tenant = seq.tenant
         start, end = seq.computed_tokens, seq.computed_tokens + num_tokens
         fresh = max(0, min(end, len(seq.request.prompt_ids)) - max(start, seq.charged_tokens))
         repeated = max(0, min(end, seq.charged_tokens) - start)
@@ -360,37 +473,106 @@ class Scheduler:
         tenant.totals.prompt_tokens += fresh
         tenant.totals.recomputed_tokens += repeated
         if fresh:
-            self._tenants.charge(tenant, PROMPT_TOKEN_COST * fresh)
+            cost = PROMPT_TOKEN_COST * fresh
+            tenant.admitted_prompt_tokens -= fresh
+            seq.charged_cost += cost
+            self._charge(tenant, cost, now)
+        if seq.is_decoding:  # a recompute, of which one token is left
+            self._running.end_prefill(seq)
 
-    def _append(self, seq: Sequence, token: SampledToken) -> TokenOutput:
-        tenant = self._tenants[seq.tenant]
-        seq.token_ids.append(token.token_id)
-        tenant.totals.output_tokens += 1
-        self._tenants.charge(tenant, OUTPUT_TOKEN_COST)
-        reason = None
-        if token.token_id in seq.request.stop_token_ids:
-            reason = FinishReason.STOP
-        elif seq.num_output_tokens >= seq.max_output_tokens:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._complete(seq)
-        return TokenOutput(request_id=seq.request_id, token=token, finish_reason=reason)
+    def _charge_output(self, tenant: Tenant, now: float) -> None:
+        """Charge the output tokens of this step, all at once."""
+        num_tokens, tenant.step_tokens = tenant.step_tokens, 0
+        tenant.totals.output_tokens += num_tokens
+        self._charge(tenant, OUTPUT_TOKEN_COST * num_tokens, now)
 
-    # -- ends --------------------------------------------------------------------------------
+    def _charge(self, tenant: Tenant, cost: float, now: float) -> None:
+        self._tenants.charge(tenant, cost)
+        self._shares.charge(tenant.tier_value, cost, now)
+        self._running.commit_cost(tenant.tier_value, -cost)
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    def _sequence(
+        self, request: Request, tenant: Tenant, now: float, *, cap_tokens: int
+    ) -> Sequence:
+        length = len(request.prompt_ids)
+        max_output_tokens = output_limit(request, tenant, cap_tokens=cap_tokens)
+        pool = self._memory.pool
+        seq = Sequence(
+            request=request,
+            request_id=request.request_id,
+            tenant=tenant,
+            arrival=self._arrivals,
+            arrived_at=now,
+            max_output_tokens=max_output_tokens,
+            max_tokens=length + max_output_tokens,
+            most_blocks=pool.blocks_for(length + max_output_tokens - 1),
+            token_ids=list(request.prompt_ids),
+            num_tokens=length,
+            keys=BlockKeys(tenant.root, pool.block_size),
+        )
+        ttft_seconds = request.ttft_seconds or tenant.rule.service.ttft_seconds
+        if ttft_seconds is not None:
+            seq.deadline = now + ttft_seconds
+            prefill = StepFeatures(length, 0, 0, length * (length + 1) // 2)
+            seq.latest_start = seq.deadline - self._step_times.predict(prefill)
+        return seq
 
     def _complete(self, seq: Sequence) -> None:
-        self._tenants[seq.tenant].totals.finished += 1
+        seq.tenant.totals.finished += 1
+        self._forecast.lengths.observe(seq.tenant.name, seq.num_output_tokens)
+        self._end(seq)
+
+    def _end_for_lack(self, seq: Sequence) -> None:
+        """End a request for which there will never be the KV block that it needs."""
+        self._ended.append(seq.request_id)
+        self._note(seq, Verdict.ENDED, Reason.OUT_OF_MEMORY)
+        seq.tenant.totals.finished += 1
         self._end(seq)
 
     def _end(self, seq: Sequence) -> None:
-        tenant = self._tenants[seq.tenant]
+        tenant = seq.tenant
         if seq.phase is Phase.RUNNING:
             self._running.remove(seq)
-            tenant.running -= 1
+        elif seq in tenant.queue:
+            self._tenants.dequeue(seq)
+        else:
+            self._forget_preempted(seq)
+        self._admission.forget(seq)
         self._memory.release(seq)
-        was_waiting = seq.phase is Phase.WAITING
+        self._preemptor.is_pressed = False
         seq.phase = Phase.ENDED
-        if was_waiting:
-            tenant.forget_waiting()
         del self._live[seq.request_id]
         self._tenants.settle(tenant)
+
+    def _forget_preempted(self, seq: Sequence) -> None:
+        if seq.phase is Phase.WAITING:
+            seq.tenant.preempted -= 1
+        else:
+            seq.tenant.swapped -= 1
+        self._tenants.tier_of(seq.tenant).resumable.pop(seq, None)
+        self._running.arriving.pop(seq, None)
+        if seq in self._joining:
+            self._joining.remove(seq)
+
+    def _land(self, fence: int) -> None:
+        """Note that a copy has ended; a request that is back on the device joins the next step."""
+        seq = self._memory.pass_fence(fence)
+        if seq is not None and seq in self._running.arriving:
+            self._joining.append(seq)
+
+    def _note(self, seq: Sequence, verdict: Verdict, reason: Reason) -> None:
+        self._decisions.append(Decision(seq.request_id, seq.tenant.name, verdict, reason))
+
+
+def _append(seq: Sequence, token: SampledToken) -> TokenOutput:
+    """Append a sampled token, and tell whether it is the last."""
+    seq.token_ids.append(token.token_id)
+    seq.num_tokens += 1
+    reason = None
+    if token.token_id in seq.request.stop_token_ids:
+        reason = FinishReason.STOP
+    elif seq.num_tokens >= seq.max_tokens:
+        reason = FinishReason.LENGTH
+    return TokenOutput(seq.request_id, token, reason)

@@ -14,7 +14,7 @@ OSDI 2022, which calls it scheduling at the granularity of requests.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from tidegate_engine.core.arrival import RETRY_SECONDS
@@ -81,7 +81,7 @@ class StaticScheduler:
         self._num_host_blocks = num_host_blocks
         self._engine_limits = limits
         self._limits = limits
-        self._bucket_of: Callable[[int], int] = _power_of_two if is_bucketed else _same_for_all
+        self._is_bucketed = is_bucketed
         # By bucket; ordered dictionaries, so that cancelling doesn't depend on how many wait.
         self._queues: dict[int, OrderedDict[str, Member]] = {}
         self._mailbox: tuple[PolicySnapshot, int] | None = None
@@ -380,7 +380,9 @@ class StaticScheduler:
     # -- looking things up -------------------------------------------------------------------
 
     def _queue_of(self, member: Member) -> OrderedDict[str, Member]:
-        return self._queues.setdefault(self._bucket_of(member.prompt_tokens), OrderedDict())
+        # The exponent of the least power of two that is no smaller.
+        bucket = (member.prompt_tokens - 1).bit_length() if self._is_bucketed else 0
+        return self._queues.setdefault(bucket, OrderedDict())
 
     def _find(self, request_id: str) -> Member | None:
         """Return a live request."""
@@ -391,12 +393,3 @@ class StaticScheduler:
 
     def _waiting(self) -> Iterator[Member]:
         return (member for queue in self._queues.values() for member in queue.values())
-
-
-def _same_for_all(prompt_tokens: int) -> int:  # noqa: ARG001
-    return 0
-
-
-def _power_of_two(prompt_tokens: int) -> int:
-    """Return the exponent of the least power of two that is no smaller."""
-    return (prompt_tokens - 1).bit_length()

@@ -1,22 +1,22 @@
 """The scheduler's book on each tenant: its rule in force, its queue, its counters."""
 
-import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from tidegate_engine.core.kv_memory import KvMemory
-from tidegate_engine.core.request import TenantStats
-from tidegate_engine.core.sequence import Phase, Sequence
-from tidegate_policies.fairness import Group, VirtualTokenCounters
+from tidegate_engine.core.prefix_cache import root_key
+from tidegate_engine.core.queues import RequestQueue, TierQueue
+from tidegate_engine.core.request import PreemptionKey
+from tidegate_engine.core.sequence import Sequence
+from tidegate_policies.fairness import PROMPT_TOKEN_COST, Group, VirtualTokenCounters
 from tidegate_policies.snapshot import (
     UNKNOWN_TENANT,
     PolicySnapshot,
+    StopPolicy,
     TenantRule,
+    TierRule,
     UnknownAction,
 )
-
-MAX_TOMBSTONES = 64
-"""Ended requests that a queue may hold beyond as many as it has waiting ones."""
 
 
 @dataclass(slots=True)
@@ -24,12 +24,14 @@ class TenantTotals:
     """What has grown since the scheduler's start; the fields are those of `TenantStats`."""
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     recomputed_tokens: int = 0
     service: float = 0.0
-    preempted: int = 0
     cancelled: int = 0
+    expired: int = 0
     finished: int = 0
+    preemptions: Counter[PreemptionKey] = field(default_factory=Counter)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -37,177 +39,240 @@ class Tenant:
     """One tenant in this engine.
 
     Attributes:
-        tier_value: Value of its tier in force.
+        name: Identity in engines and metrics.
+        rule: In force for it.
+        tier: Rule of its tier in force.
+        counters: Where its service is counted.
+        root: What its keys in the prefix cache are chained to.
         is_declared: False once the policy in force doesn't name it any more; its requests finish
             under the last rule.
-        max_running: Most of its requests in the batch; None = no limit of its own.
-        queue: Heap of (arrival, sequence); ended ones stay until they come to the top.
-        waiting: Live requests in `queue`.
+        queue: Its requests that were never admitted.
         running: Requests in the batch.
+        preempted: Requests whose context has to be computed again.
+        swapped: Requests whose KV is on the host, or on its way to or from there.
+        admitted_prompt_tokens: Prompt tokens of its running requests that are not charged yet.
+        committed_blocks: Worst case of its running requests that may not be preempted.
+        step_tokens: Output tokens of the step being committed.
+        listed_key: Its place in the queue of its tier; None = it isn't in there.
+        is_parked: Whether it waits for one of its own requests to end.
     """
 
+    name: str
     rule: TenantRule
-    tier_value: int
+    tier: TierRule
+    counters: VirtualTokenCounters
+    root: bytes
     is_declared: bool = True
-    max_running: int | None = None
-    queue: list[tuple[int, Sequence]] = field(default_factory=list)
-    waiting: int = 0
+    queue: RequestQueue = field(default_factory=RequestQueue)
     running: int = 0
+    preempted: int = 0
+    swapped: int = 0
+    admitted_prompt_tokens: int = 0
+    committed_blocks: int = 0
+    step_tokens: int = 0
+    listed_key: tuple[bool, float] | None = None
+    is_parked: bool = False
     totals: TenantTotals = field(default_factory=TenantTotals)
 
     @property
-    def name(self) -> str:
-        """Identity in engines and metrics."""
-        return self.rule.tenant
+    def tier_value(self) -> int:
+        """Value of its tier in force."""
+        return self.tier.value
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are neither in the batch nor swapped out."""
+        return len(self.queue) + self.preempted
 
     @property
     def is_active(self) -> bool:
-        """Whether it has a request queued or running."""
-        return self.waiting > 0 or self.running > 0
+        """Whether it has a request anywhere."""
+        return bool(self.running or self.queue or self.preempted or self.swapped)
 
     @property
     def group(self) -> Group:
         """With whom its counter is compared."""
-        return self.tier_value, self.rule.weight == 0
+        return self.tier.value, self.rule.weight == 0
+
+    @property
+    def key(self) -> tuple[bool, float]:
+        """Its place in the order of its tier: weight 0 last, then by virtual token counter.
+
+        What was admitted counts before it is computed: or all that one step admits would go to
+        the same tenant.
+        """
+        owed = self.admitted_prompt_tokens * PROMPT_TOKEN_COST / (self.rule.weight or 1)
+        return self.rule.weight == 0, self.counters.value(self.name) + owed
 
     @property
     def is_full(self) -> bool:
         """Whether its own limit keeps further requests out of the batch."""
-        return self.max_running is not None and self.running >= self.max_running
+        limit = self.rule.max_running
+        return limit is not None and self.running >= limit
 
-    def push(self, seq: Sequence) -> None:
-        """Queue a request by its arrival."""
-        heapq.heappush(self.queue, (seq.arrival, seq))
-        self.waiting += 1
-
-    def head(self) -> Sequence | None:
-        """Return the oldest waiting request."""
-        while self.queue and self.queue[0][1].phase is not Phase.WAITING:
-            heapq.heappop(self.queue)
-        return self.queue[0][1] if self.queue else None
-
-    def forget_waiting(self) -> None:
-        """Take out a waiting request that has just ended, wherever it is in the queue."""
-        self.waiting -= 1
-        self._sweep()
-
-    def pop(self) -> Sequence:
-        """Take the oldest waiting request out; there must be one."""
-        seq = heapq.heappop(self.queue)[1]
-        self.waiting -= 1
-        self._sweep()
-        return seq
-
-    def _sweep(self) -> None:
-        """Drop the ended requests from the queue before they outnumber the living.
-
-        They come to the top only in a tenant that is served.
-        """
-        if len(self.queue) > 2 * self.waiting + MAX_TOMBSTONES:
-            self.queue = [entry for entry in self.queue if entry[1].phase is Phase.WAITING]
-            heapq.heapify(self.queue)
+    @property
+    def wants_service(self) -> bool:
+        """Whether it stands in the queue of its tier, unless it is there already."""
+        return bool(self.queue) and not self.is_parked and self.rule.stop is not StopPolicy.HOLD
 
 
 class TenantTable:
-    """All tenants that the policy names or that still have work, with their fairness."""
+    """All tenants that the policy names or that still have work, and the queues of their tiers."""
 
     def __init__(self) -> None:
         self.counters = VirtualTokenCounters()
+        self.tiers: dict[int, TierQueue] = {}
         self._tenants: dict[str, Tenant] = {}
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._tenants.values())
-
-    def __getitem__(self, name: str) -> Tenant:
-        return self._tenants[name]
-
-    def names(self) -> Iterable[str]:
-        """Return all tenants' names."""
-        return self._tenants
 
     def declared(self, name: str) -> Tenant | None:
         """Return the tenant if the policy in force lets its requests in."""
         tenant = self._tenants.get(name)
         return tenant if tenant is not None and tenant.is_declared else None
 
-    def in_order(self) -> list[Tenant]:
-        """Return the tenants with waiting requests, the one to serve first at the head.
+    def tier_of(self, tenant: Tenant) -> TierQueue:
+        """Return the queue of a tenant's tier."""
+        return self.tiers[tenant.tier.value]
 
-        Strict by tier; inside a tier by virtual counter, those of weight 0 last; ties by name.
-        """
-        return sorted((t for t in self if t.waiting), key=self._served_first)
+    def enqueue(self, seq: Sequence, now: float) -> None:
+        """Queue an arrival; a tenant that becomes active by it is lifted."""
+        tenant = seq.tenant
+        if not tenant.is_active:
+            self.counters.join(tenant.name, tenant.group)
+        tenant.queue.push(seq)
+        self.tier_of(tenant).note_arrival(seq, now)
+        self.relist(tenant)
 
-    def _served_first(self, tenant: Tenant) -> tuple[int, bool, float, str]:
-        tier_value, is_spare = tenant.group
-        return -tier_value, is_spare, self.counters.value(tenant.name), tenant.name
+    def dequeue(self, seq: Sequence) -> None:
+        """Take a request that was never admitted out of its queue."""
+        seq.tenant.queue.remove(seq)
+        self.tier_of(seq.tenant).note_departure()
+
+    def relist(self, tenant: Tenant) -> None:
+        """Give a tenant its place in its tier if it wants service and has none, or a worse one."""
+        if not tenant.wants_service:
+            return
+        if tenant.listed_key is None or tenant.key < tenant.listed_key:
+            self.tier_of(tenant).list_tenant(tenant)
+
+    def park(self, tenant: Tenant) -> None:
+        """Leave a tenant out of the order until one of its own requests has ended."""
+        tenant.is_parked = True
+        self.counters.suspend(tenant.name, tenant.group)
+
+    def unpark(self, tenant: Tenant) -> None:
+        """Let a tenant compete again, as one of its own requests has made room."""
+        if tenant.is_parked:
+            tenant.is_parked = False
+            self.counters.readmit(tenant.name, tenant.group)
+            self.relist(tenant)
 
     def charge(self, tenant: Tenant, cost: float) -> None:
         """Charge service to `tenant` at the weight in force."""
         self.counters.charge(tenant.name, cost, weight=tenant.rule.weight)
         tenant.totals.service += cost
 
-    def activate(self, tenant: Tenant) -> None:
-        """Lift the counter of a tenant about to get its first live request."""
-        if not tenant.is_active:
-            self.counters.join(tenant.name, tenant.group, backlogged=self._peers(tenant))
-
     def settle(self, tenant: Tenant) -> None:
         """Note that a request of `tenant` has ended."""
+        self.unpark(tenant)
         if tenant.is_active:
             return
         self.counters.leave(tenant.name, tenant.group)
         if not tenant.is_declared:
             self._drop(tenant)
 
-    def stats(self, memory: KvMemory) -> dict[str, TenantStats]:
-        """Return every tenant's numbers, by name."""
-        return {
-            tenant.name: TenantStats(
-                running=tenant.running,
-                waiting=tenant.waiting,
-                kv_used_blocks=memory.used_blocks(tenant.name),
-                virtual_counter=self.counters.value(tenant.name),
-                **asdict(tenant.totals),
-            )
-            for tenant in self
-        }
-
     def apply_policy(self, snapshot: PolicySnapshot) -> None:
         """Put `snapshot` in force. Weights count from the next charge on."""
         declared = {rule.tenant: rule for rule in _rules(snapshot)}
+        tiers = {tier.name: tier for tier in snapshot.tiers}
         for name, rule in declared.items():
-            self._declare(name, rule, tier_value=snapshot.tier_values[rule.tier])
-        if UNKNOWN_TENANT in declared:
-            self._tenants[UNKNOWN_TENANT].max_running = snapshot.unknown_tenants.max_running
+            self._declare(name, rule, tiers[rule.tier])
         for tenant in [t for t in self if t.name not in declared]:
             tenant.is_declared = False
             if not tenant.is_active:
                 self._drop(tenant)
+        self._rebuild_tiers()
 
-    def _declare(self, name: str, rule: TenantRule, *, tier_value: int) -> None:
+    def check_invariants(self) -> None:
+        """Verify queues and tiers.
+
+        Raises:
+            AssertionError: They disagree.
+        """
+        for value, tier in self.tiers.items():
+            members = [t for t in self if t.tier.value == value]
+            queued = sum(len(t.queue) for t in members)
+            if queued != tier.num_queued or (tier.first_wait_at is None) != (queued == 0):
+                raise AssertionError(f"tier {value} counts {tier.num_queued} of {queued} requests")
+            for tenant in members:
+                tenant.queue.check_invariants()
+                if tenant.wants_service != (tenant.listed_key is not None):
+                    raise AssertionError(f"{tenant.name} stands wrongly in the order of its tier")
+
+    def _declare(self, name: str, rule: TenantRule, tier: TierRule) -> None:
         tenant = self._tenants.get(name)
         if tenant is None:
-            self._tenants[name] = Tenant(rule=rule, tier_value=tier_value)
+            self._tenants[name] = Tenant(
+                name=name, rule=rule, tier=tier, counters=self.counters, root=root_key(name)
+            )
             return
         group = tenant.group
-        tenant.rule, tenant.tier_value, tenant.is_declared = rule, tier_value, True
+        tenant.rule, tenant.tier, tenant.is_declared = rule, tier, True
         if tenant.group != group:
-            if tenant.is_active:
-                self.counters.leave(name, group)
-            self.counters.move(name, tenant.group, backlogged=self._peers(tenant))
+            self._regroup(tenant, group)
+
+    def _regroup(self, tenant: Tenant, before: Group) -> None:
+        if tenant.is_active:
+            self.counters.leave(tenant.name, before)
+            self.counters.move(tenant.name, tenant.group)
+        else:
+            self.counters.forget(tenant.name)
+
+    def _rebuild_tiers(self) -> None:
+        """Give every tenant its place under the policy now in force."""
+        before = self.tiers
+        rules: dict[int, dict[str, TierRule]] = {}
+        for tenant in self:
+            rules.setdefault(tenant.tier.value, {})[tenant.tier.name] = tenant.tier
+        self.tiers = {value: TierQueue(tuple(rules[value].values())) for value in sorted(rules)}
+        for value, tier in before.items():
+            for seq in tier.resumable:
+                self.tier_of(seq.tenant).resumable[seq] = None
+            if value in self.tiers and any(t.queue for t in self if t.tier.value == value):
+                self.tiers[value].first_wait_at = tier.first_wait_at
+        waits = [tier.first_wait_at for tier in before.values() if tier.first_wait_at is not None]
+        for tenant in self:
+            self._place(tenant, waiting_since=min(waits, default=0.0))
+
+    def _place(self, tenant: Tenant, *, waiting_since: float) -> None:
+        """Put a tenant and its queue into a tier that has just been made."""
+        if tenant.is_parked:
+            tenant.is_parked = False
+            self.counters.readmit(tenant.name, tenant.group)
+        tenant.listed_key = None
+        if tenant.queue:
+            tier = self.tier_of(tenant)
+            tier.num_queued += len(tenant.queue)
+            if tier.first_wait_at is None:
+                tier.first_wait_at = waiting_since
+            self.relist(tenant)
 
     def _drop(self, tenant: Tenant) -> None:
         del self._tenants[tenant.name]
         self.counters.forget(tenant.name)
 
-    def _peers(self, tenant: Tenant) -> Iterable[str]:
-        """Return who competes with `tenant`; not those whom their own limit keeps out."""
-        return [t.name for t in self if t.is_active and t.group == tenant.group and not t.is_full]
 
-
-def _rules(snapshot: PolicySnapshot) -> Iterator[TenantRule]:
+def _rules(snapshot: PolicySnapshot) -> Iterable[TenantRule]:
     """Yield the rule of every tenant whose requests are let in, the unknown ones included."""
     yield from snapshot.tenants
     unknown = snapshot.unknown_tenants
     if unknown.action is UnknownAction.ADMIT:
-        yield TenantRule(tenant=UNKNOWN_TENANT, policy="", tier=unknown.tier, weight=unknown.weight)
+        yield TenantRule(
+            tenant=UNKNOWN_TENANT,
+            policy="",
+            tier=unknown.tier,
+            weight=unknown.weight,
+            max_running=unknown.max_running,
+        )

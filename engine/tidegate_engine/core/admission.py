@@ -1,0 +1,438 @@
+"""Who joins the batch next: by tier, then tenant, then request, if KV and places allow.
+
+A request within its tenant's nominal is let in whatever others hold; above it, only while the
+watermark gate is open and the predicted peak of all that run stays under the high watermark. What
+a waiting request lacks may be taken from running ones by the `Preemptor`.
+"""
+
+from collections.abc import Iterator
+
+from tidegate_engine.core.batch import in_service_order, share_out
+from tidegate_engine.core.decisions import Decision, Reason, Verdict
+from tidegate_engine.core.forecast import Forecast
+from tidegate_engine.core.kv_memory import KvMemory, Need
+from tidegate_engine.core.limits import EngineLimits
+from tidegate_engine.core.preemptor import Preemptor, Wish
+from tidegate_engine.core.queues import TierQueue
+from tidegate_engine.core.running import Running
+from tidegate_engine.core.sequence import Sequence
+from tidegate_engine.core.tenants import Tenant, TenantTable
+from tidegate_policies.admission import Watermark
+from tidegate_policies.tiers import TierShares
+
+MAX_BACKFILL = 8
+"""Requests looked at behind a blocked head, and requests let past it before it may wait no longer."""
+
+RESUME_QUANTUM_TOKENS = 16
+"""A preempted request borrows again only when its context and so many tokens more fit."""
+
+_OPEN = (Reason.WITHIN_NOMINAL, Reason.BORROWING)
+
+
+class Candidates:
+    """The waiting requests of one tier in the order of service, for one step."""
+
+    def __init__(self, tier: TierQueue, tenants: TenantTable, now: float, *, is_held: bool) -> None:
+        """Begin with the preempted requests, those of the least served tenant first.
+
+        Args:
+            tier: Whose.
+            tenants: Where tenants get their places back.
+            now: On the scheduler's clock.
+            is_held: Whether the requests that were never admitted wait for a batch to fill.
+        """
+        self._tier = tier
+        self._tenants = tenants
+        self._now = now
+        self._is_held = is_held
+        self._resumable = iter(
+            sorted(tier.resumable, key=lambda s: (s.tenant.key, s.tenant.name, s.arrival))
+        )
+        self._queues: dict[str, Iterator[Sequence]] = {}
+        self._aside: list[Tenant] = []
+        self._passed: list[Tenant] = []
+        self._tenant: Tenant | None = None
+
+    def next(self) -> Sequence | None:
+        """Return the next request, or None."""
+        for seq in self._resumable:
+            if not seq.fence:
+                return seq
+        if self._is_held:
+            return None
+        while (tenant := self._pop_tenant()) is not None:
+            queue = self._queues.get(tenant.name)
+            if queue is None:
+                queue = self._queues[tenant.name] = tenant.queue.in_order(self._now)
+            following = next(queue, None)
+            if following is not None:
+                self._tenant = tenant
+                return following
+            self._passed.append(tenant)
+        return None
+
+    def settle(self, reason: Reason) -> None:
+        """Give the tenant of the last request its place, now that it is decided about that.
+
+        A tenant whose request is blocked comes after all others in this step; one that its own
+        limit keeps out comes not at all until one of its own requests has ended.
+        """
+        tenant, self._tenant = self._tenant, None
+        if tenant is None:
+            return
+        if reason is Reason.AT_CAP:
+            self._tenants.park(tenant)
+        elif reason in _OPEN:
+            self._tenants.relist(tenant)
+        else:
+            self._aside.append(tenant)
+
+    def close(self) -> None:
+        """Give all tenants that were looked through their places back."""
+        for tenant in (*self._passed, *self._aside):
+            self._tenants.relist(tenant)
+
+    def _pop_tenant(self) -> Tenant | None:
+        tenant = self._tier.pop_tenant()
+        if tenant is None and self._aside:
+            for blocked in self._aside:
+                self._tenants.relist(blocked)
+            self._aside = []
+            tenant = self._tier.pop_tenant()
+        return tenant
+
+
+class Admission:
+    """Lets waiting requests into the batch.
+
+    Attributes:
+        admitted: Requests let in with this step, in order.
+        hopeless: Requests for which the policy in force leaves no room any more.
+        wake_at: When a held tier is to be looked at again; None = none is held.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: KvMemory,
+        running: Running,
+        tenants: TenantTable,
+        forecast: Forecast,
+        shares: TierShares,
+        preemptor: Preemptor,
+    ) -> None:
+        """Work on the scheduler's own state."""
+        self.admitted: list[str] = []
+        self.hopeless: list[Sequence] = []
+        self.wake_at: float | None = None
+        self._memory = memory
+        self._running = running
+        self._tenants = tenants
+        self._forecast = forecast
+        self._shares = shares
+        self._preemptor = preemptor
+        self._admissions = 0
+        self._promised: dict[Sequence, None] = {}
+        self._limits = EngineLimits()
+        self._budget = 0
+        self._now = 0.0
+        self._may_borrow = True
+        self._decisions: list[Decision] = []
+
+    def begin_step(self, decisions: list[Decision], limits: EngineLimits, now: float) -> None:
+        """Begin to decide for a step; decisions are appended."""
+        self.admitted = []
+        self.hopeless = []
+        self.wake_at = None
+        self._may_borrow = True
+        self._decisions = decisions
+        self._limits = limits
+        self._now = now
+
+    def run(self, budget: int) -> None:
+        """Let in who may come in, given the prompt tokens that the step may compute."""
+        self._budget = budget
+        if not any(tier.has_work for tier in self._tenants.tiers.values()):
+            return
+        for tier in self._below_floor():
+            while self._is_below_floor(tier) and self._serve(tier, under_floor=True):
+                pass
+        for value in sorted(self._tenants.tiers, reverse=True):
+            tier = self._tenants.tiers[value]
+            if tier.has_work:
+                self._serve(tier)
+
+    def forget(self, seq: Sequence) -> None:
+        """Take back the place that is kept for a request that doesn't wait for it any more."""
+        self._promised.pop(seq, None)
+
+    def forget_promises(self) -> None:
+        """Take all kept places and blocks back: another policy may give them to others."""
+        for seq in self._promised:
+            self._memory.unreserve(seq)
+        self._promised = {}
+
+    # -- tiers -----------------------------------------------------------------------------------
+
+    def _below_floor(self) -> list[TierQueue]:
+        """Return the tiers with work that have got less than their reserved share."""
+        tiers = self._tenants.tiers
+        with_floor = [value for value, tier in tiers.items() if tier.reserved_percent]
+        return [
+            tiers[value]
+            for value in sorted(with_floor, reverse=True)
+            if self._is_below_floor(tiers[value])
+        ]
+
+    def _is_below_floor(self, tier: TierQueue) -> bool:
+        return tier.has_work and self._shares.is_below_floor(
+            tier.value,
+            reserved_percent=tier.reserved_percent,
+            now=self._now,
+            committed=self._running.committed_cost,
+        )
+
+    def _serve(self, tier: TierQueue, *, under_floor: bool = False) -> bool:
+        """Let in what may come in of one tier; for its floor's sake, one request.
+
+        Returns:
+            Whether any was.
+        """
+        candidates = Candidates(tier, self._tenants, self._now, is_held=self._is_held(tier))
+        heads: list[Sequence] = []
+        served = False
+        while (seq := candidates.next()) is not None:
+            reason = self._try(seq)
+            if reason in _OPEN:
+                served = True
+                self._pass(heads)
+                self._start(seq, Reason.UNDER_FLOOR if under_floor else reason)
+            elif reason is Reason.OUT_OF_MEMORY:
+                self.hopeless.append(seq)
+            elif reason is not Reason.AT_CAP:
+                heads.append(seq)
+                self._hold(seq, reason)
+            candidates.settle(reason)
+            if reason is Reason.NO_SLOT or len(heads) > MAX_BACKFILL or (served and under_floor):
+                break
+        candidates.close()
+        if heads and not under_floor:
+            # Lower tiers get only what is their tenants' own: backfill never crosses tiers.
+            self._may_borrow = False
+        return served
+
+    def _pass(self, heads: list[Sequence]) -> None:
+        """Note that a request is let in past these."""
+        for head in heads:
+            head.skips += 1
+
+    def _hold(self, seq: Sequence, reason: Reason) -> None:
+        if seq.skips >= MAX_BACKFILL:
+            # It was passed often enough: what is freed next is for it.
+            self._may_borrow = False
+        if seq.held_for is not reason:
+            seq.held_for = reason
+            self._decisions.append(Decision(seq.request_id, seq.tenant.name, Verdict.HELD, reason))
+
+    def _is_held(self, tier: TierQueue) -> bool:
+        """Tell whether the first arrivals of a tier wait for more, to fill a batch."""
+        window = tier.wait_window_seconds
+        if window is None:
+            window = self._limits.wait_window_seconds
+        if not window or tier.first_wait_at is None:
+            return False
+        release_at = min(tier.first_wait_at + window, tier.first_latest_start)
+        is_filled = tier.num_queued >= self._places_left()
+        is_passed = any(
+            other.value > tier.value and other.has_work for other in self._tenants.tiers.values()
+        )
+        if self._now >= release_at or is_filled or is_passed:
+            return False
+        self.wake_at = release_at if self.wake_at is None else min(self.wake_at, release_at)
+        return True
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def _try(self, seq: Sequence) -> Reason:
+        """Decide about one request; take others out for it where it may have that."""
+        if not self._clip(seq):
+            return Reason.OUT_OF_MEMORY
+        if seq.tenant.is_full:
+            return Reason.AT_CAP
+        needs_slot = seq not in self._promised and self._places_left() <= 0
+        if needs_slot and not self._may_displace(seq):
+            return Reason.NO_SLOT
+        if not seq.host_table and not self._may_read(seq):
+            return Reason.PARTIAL_PREFILLS
+        need = self._memory.need(seq)
+        reason = self._judge(seq, need)
+        if reason in _OPEN and not needs_slot:
+            return reason
+        if reason in (Reason.AT_CAP, Reason.PREDICTED_PEAK, Reason.BEHIND_HEAD):
+            return reason
+        wish = Wish(
+            seq=seq,
+            blocks=need.additional,
+            needs_slot=needs_slot,
+            is_within_nominal=self._fits_nominal(seq, need),
+        )
+        if self._may_take(wish) and self._preemptor.make_room_for(wish):
+            reason = self._judge(seq, self._memory.need(seq))
+            if reason not in _OPEN:
+                self._promised[seq] = None
+            return reason
+        return Reason.NO_SLOT if needs_slot else reason
+
+    def _clip(self, seq: Sequence) -> bool:
+        """Shorten what a policy in force leaves too little room for.
+
+        Returns:
+            Whether the context as it is has room at all.
+        """
+        memory, tenant = self._memory, seq.tenant
+        preemptible = tenant.rule.preemption.preemptible
+        most = memory.cap_tokens(tenant.name, is_preemptible=preemptible)
+        if seq.max_tokens > most + 1:  # the last output token is never cached
+            seq.clip(most + 1, block_size=memory.pool.block_size)
+        return seq.num_tokens <= most
+
+    def _may_take(self, wish: Wish) -> bool:
+        """Tell whether anybody could be taken out for a request, before looking for whom."""
+        reclaims = wish.is_within_nominal and wish.seq.tenant.rule.preemption.reclaims
+        if reclaims and not wish.needs_slot and self._memory.ledger.has_borrowers:
+            return True
+        return self._may_displace(wish.seq)
+
+    def _may_displace(self, seq: Sequence) -> bool:
+        tenant = seq.tenant
+        return tenant.tier.preempts_lower and self._running.has_below(tenant.tier_value)
+
+    def _may_read(self, seq: Sequence) -> bool:
+        """Tell whether the prompt of `seq` may be begun beside those that are half read.
+
+        Those of lower tiers don't count: they come after it.
+        """
+        ahead = [
+            other
+            for other in in_service_order(self._running)
+            if other.tenant.tier_value >= seq.tenant.tier_value
+        ]
+        together = [*ahead, seq]
+        if sum(other.pending_tokens for other in together) <= self._budget:
+            return True
+        if not self._budget:
+            return False
+        most = self._limits.max_partial_prefills
+        shares = share_out(together, budget=self._budget, max_partial=most)
+        return sum(1 for other in together if shares[other] < other.pending_tokens) <= most
+
+    def _judge(self, seq: Sequence, need: Need) -> Reason:
+        """Hold a request against quotas, watermarks and the predicted peak."""
+        memory, tenant = self._memory, seq.tenant
+        ledger = memory.ledger
+        has_blocks = ledger.can_take(tenant.name, need.additional, free=memory.free_for(seq))
+        if self._fits_nominal(seq, need):
+            return Reason.WITHIN_NOMINAL if has_blocks else Reason.NO_BLOCKS
+        used, cap = ledger.used(tenant.name), ledger.cap(tenant.name)
+        if not tenant.rule.preemption.preemptible or (
+            used and used + self._final_blocks(seq) - need.shared > cap
+        ):
+            return Reason.AT_CAP
+        if not self._may_borrow:
+            return Reason.BEHIND_HEAD
+        # While nobody else borrows, the watermarks gate nobody.
+        if ledger.has_borrowers:
+            closed = self._gate(seq, need)
+            if closed is not None:
+                return closed
+        return Reason.BORROWING if has_blocks else Reason.NO_BLOCKS
+
+    def _gate(self, seq: Sequence, need: Need) -> Reason | None:
+        """Return what closes the way to borrowed blocks, or None."""
+        memory = self._memory
+        usage = memory.num_settled
+        if self._preemptor.is_pressed:
+            return Reason.WATERMARK
+        if seq.preemptions:
+            quantum = memory.pool.blocks_for(RESUME_QUANTUM_TOKENS)
+            if usage + need.additional + quantum > memory.gate.low_blocks:
+                return Reason.NOT_RESUMABLE
+        elif (
+            memory.gate.state is not Watermark.GREEN
+            or usage + need.additional >= memory.gate.high_blocks
+        ):
+            return Reason.WATERMARK
+        room = memory.gate.high_blocks - memory.ledger.kept_from(seq.tenant.name)
+        beside = [other for other in self._running if self._stays(other, seq)]
+        if self._forecast.peak_blocks([*beside, *self._running.arriving, seq]) >= room:
+            return Reason.PREDICTED_PEAK
+        return None
+
+    def _stays(self, other: Sequence, seq: Sequence) -> bool:
+        """Tell whether a running request counts against `seq`: lower tiers will yield to it."""
+        tenant = seq.tenant
+        return not tenant.tier.preempts_lower or other.tenant.tier_value >= tenant.tier_value
+
+    def _fits_nominal(self, seq: Sequence, need: Need) -> bool:
+        """Tell whether `seq` stays within its tenant's nominal until its end."""
+        ledger, tenant = self._memory.ledger, seq.tenant
+        if not tenant.rule.preemption.preemptible:
+            return tenant.committed_blocks + seq.most_blocks <= ledger.nominal(tenant.name)
+        return ledger.fits_nominal(tenant.name, self._final_blocks(seq) - need.shared)
+
+    def _final_blocks(self, seq: Sequence) -> int:
+        return self._memory.pool.blocks_for(self._forecast.final_tokens(seq))
+
+    def _places_left(self) -> int:
+        # More requests than a step has tokens could not all be decoded in it.
+        places = min(self._limits.max_num_seqs, self._limits.max_batched_tokens)
+        return places - self._running.num_places - len(self._promised)
+
+    def _start(self, seq: Sequence, reason: Reason) -> None:
+        tenant = seq.tenant
+        is_resumed = bool(seq.preemptions)
+        self._admissions += 1
+        self._promised.pop(seq, None)
+        seq.admission = self._admissions
+        seq.admitted_tokens = seq.num_tokens
+        seq.charged_cost = 0.0
+        seq.skips = 0
+        seq.held_for = None
+        seq.is_under_floor = reason is Reason.UNDER_FLOOR
+        seq.expected_cost = self._forecast.expected_cost(seq)
+        self._decisions.append(
+            Decision(
+                seq.request_id,
+                tenant.name,
+                Verdict.RESUMED if is_resumed else Verdict.ADMITTED,
+                reason,
+            )
+        )
+        if is_resumed:
+            del self._tenants.tier_of(tenant).resumable[seq]
+        else:
+            self._tenants.dequeue(seq)
+        if seq.host_table:
+            self._bring_in(seq)
+            return
+        if is_resumed:
+            tenant.preempted -= 1
+        found = self._memory.begin(seq)
+        prompt_found = min(found, len(seq.request.prompt_ids))
+        tenant.totals.cached_tokens += max(0, prompt_found - seq.charged_tokens)
+        seq.charged_tokens = max(seq.charged_tokens, prompt_found)
+        self._running.add(seq)
+        self.admitted.append(seq.request_id)
+
+    def _bring_in(self, seq: Sequence) -> None:
+        if self._memory.begin_swap_in(seq):
+            self._running.arriving[seq] = None
+            return
+        self.join(seq)
+
+    def join(self, seq: Sequence) -> None:
+        """Take a request into the batch whose KV is back on the device."""
+        self._running.arriving.pop(seq, None)
+        seq.tenant.swapped -= 1
+        self._running.add(seq)
+        self.admitted.append(seq.request_id)

@@ -1,0 +1,151 @@
+"""The batch: which requests run, in which kind of step, and what that holds of each tier."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import TypeVar
+
+from tidegate_engine.core.sequence import Phase, Sequence
+from tidegate_policies.fairness import OUTPUT_TOKEN_COST
+
+_Key = TypeVar("_Key")
+
+
+class Running:
+    """The requests in the batch, in order of admission, and those on their way in from the host.
+
+    Attributes:
+        decoding: Those whose next step computes one output token.
+        prefilling: Those whose prompt, or context after a recompute, is being read.
+        arriving: Those whose KV is being copied from the host: they hold a place in the batch.
+        context_tokens: Context of all decodes together.
+        committed_cost: Service that the requests of each tier are expected to take yet.
+    """
+
+    def __init__(self) -> None:
+        self.decoding: dict[Sequence, None] = {}
+        self.prefilling: dict[Sequence, None] = {}
+        self.arriving: dict[Sequence, None] = {}
+        self.context_tokens = 0
+        self.committed_cost: dict[int, float] = {}
+        self._by_tier: Counter[int] = Counter()
+        self._itl_targets: Counter[float] = Counter()
+
+    def __len__(self) -> int:
+        return len(self.decoding) + len(self.prefilling)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yield everybody who runs, in order of admission."""
+        both = [*self.decoding, *self.prefilling]
+        both.sort(key=lambda seq: seq.admission)
+        return iter(both)
+
+    @property
+    def num_places(self) -> int:
+        """Places in the batch that are taken."""
+        return len(self.decoding) + len(self.prefilling) + len(self.arriving)
+
+    @property
+    def tightest_itl(self) -> float | None:
+        """The least inter-token latency target among the decodes, in seconds."""
+        return min(self._itl_targets, default=None)
+
+    def has_below(self, tier_value: int) -> bool:
+        """Tell whether anybody of a lower tier runs."""
+        return any(value < tier_value for value in self._by_tier)
+
+    def add(self, seq: Sequence) -> None:
+        """Take a request into the batch."""
+        tenant = seq.tenant
+        seq.phase = Phase.RUNNING
+        tenant.running += 1
+        tenant.admitted_prompt_tokens += seq.uncharged_prompt_tokens
+        if not tenant.rule.preemption.preemptible:
+            tenant.committed_blocks += seq.most_blocks
+        self._by_tier[tenant.tier_value] += 1
+        self.commit_cost(tenant.tier_value, seq.expected_cost)
+        if seq.is_decoding:
+            self._add_decode(seq)
+        else:
+            self.prefilling[seq] = None
+
+    def end_prefill(self, seq: Sequence) -> None:
+        """Note that the whole context of a request is computed."""
+        del self.prefilling[seq]
+        self._add_decode(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a request out of the batch; the caller gives it its next phase."""
+        tenant = seq.tenant
+        tenant.running -= 1
+        tenant.admitted_prompt_tokens -= seq.uncharged_prompt_tokens
+        if not tenant.rule.preemption.preemptible:
+            tenant.committed_blocks -= seq.most_blocks
+        _count_down(self._by_tier, tenant.tier_value)
+        self.commit_cost(tenant.tier_value, -_outstanding_cost(seq))
+        if seq in self.prefilling:
+            del self.prefilling[seq]
+            return
+        del self.decoding[seq]
+        self.context_tokens -= seq.num_tokens
+        target = tenant.rule.service.itl_seconds
+        if target is not None:
+            _count_down(self._itl_targets, target)
+
+    def commit_cost(self, tier_value: int, cost: float) -> None:
+        """Add to the service that a tier's requests are expected to take yet."""
+        self.committed_cost[tier_value] = self.committed_cost.get(tier_value, 0.0) + cost
+
+    def recount(self) -> None:
+        """Count anew after tiers, targets and protections have changed."""
+        self.committed_cost = {}
+        for seq in self:
+            seq.tenant.committed_blocks = 0
+        for seq in self:
+            self.commit_cost(seq.tenant.tier_value, _outstanding_cost(seq))
+            if not seq.tenant.rule.preemption.preemptible:
+                seq.tenant.committed_blocks += seq.most_blocks
+        self._by_tier = Counter(seq.tenant.tier_value for seq in self)
+        targets = (seq.tenant.rule.service.itl_seconds for seq in self.decoding)
+        self._itl_targets = Counter(target for target in targets if target is not None)
+
+    def check_invariants(self) -> None:
+        """Verify the counts.
+
+        Raises:
+            AssertionError: They are wrong.
+        """
+        by_tier, targets = self._by_tier, self._itl_targets
+        context_tokens = sum(seq.num_tokens for seq in self.decoding)
+        if context_tokens != self.context_tokens:
+            raise AssertionError(f"decodes have {context_tokens} tokens, not {self.context_tokens}")
+        self.recount()
+        if (by_tier, targets) != (self._by_tier, self._itl_targets):
+            raise AssertionError(f"running requests are counted as {by_tier} and {targets}")
+        for seq in self.decoding:
+            if not seq.is_decoding or seq.phase is not Phase.RUNNING:
+                raise AssertionError(f"{seq.request_id} is no decode")
+        for seq in self.prefilling:
+            if seq.is_decoding or seq.phase is not Phase.RUNNING:
+                raise AssertionError(f"{seq.request_id} is no prefill")
+        for seq in self.arriving:
+            if seq.phase is not Phase.SWAPPED or not seq.fence:
+                raise AssertionError(f"{seq.request_id} is not on its way in")
+
+    def _add_decode(self, seq: Sequence) -> None:
+        self.decoding[seq] = None
+        self.context_tokens += seq.num_tokens
+        target = seq.tenant.rule.service.itl_seconds
+        if target is not None:
+            self._itl_targets[target] += 1
+
+
+def _count_down(counter: Counter[_Key], key: _Key) -> None:
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]
+
+
+def _outstanding_cost(seq: Sequence) -> float:
+    """Return the service that a running request was expected to take and hasn't yet."""
+    output_tokens = seq.num_tokens - seq.admitted_tokens
+    return seq.expected_cost - seq.charged_cost - OUTPUT_TOKEN_COST * output_tokens

@@ -1,0 +1,44 @@
+"""The numbers of a scheduler at a step boundary."""
+
+from dataclasses import asdict
+
+from tidegate_engine.core.kv_memory import KvMemory
+from tidegate_engine.core.request import SchedulerStats, TenantStats
+from tidegate_engine.core.running import Running
+from tidegate_engine.core.tenants import Tenant, TenantTable
+
+
+def describe(
+    *, step: int, revision: int, tenants: TenantTable, running: Running, memory: KvMemory
+) -> SchedulerStats:
+    """Count everything; linear in the tenants."""
+    return SchedulerStats(
+        step=step,
+        revision=revision,
+        running=len(running),
+        waiting=sum(tenant.waiting for tenant in tenants),
+        swapped=sum(tenant.swapped for tenant in tenants),
+        kv_blocks=memory.pool.num_blocks,
+        kv_used_blocks=memory.pool.num_used,
+        kv_cached_blocks=memory.pool.num_cached,
+        host_blocks=memory.host.num_blocks,
+        host_used_blocks=memory.host.num_used,
+        swap_out_blocks=memory.swapped_out_blocks,
+        swap_in_blocks=memory.swapped_in_blocks,
+        watermark=memory.gate.state,
+        tenants={tenant.name: _describe_tenant(tenant, memory) for tenant in tenants},
+    )
+
+
+def _describe_tenant(tenant: Tenant, memory: KvMemory) -> TenantStats:
+    totals = tenant.totals
+    return TenantStats(
+        running=tenant.running,
+        waiting=tenant.waiting,
+        swapped=tenant.swapped,
+        kv_used_blocks=memory.ledger.used(tenant.name),
+        kv_borrowed_blocks=memory.ledger.borrowed(tenant.name),
+        virtual_counter=tenant.counters.value(tenant.name),
+        preempted=totals.preemptions.total(),
+        **(asdict(totals) | {"preemptions": dict(totals.preemptions)}),
+    )
