@@ -210,7 +210,8 @@ def test_a_swapped_request_comes_back_though_nothing_else_runs() -> None:
         eventually(lambda: recorder.tokens_of("batch") > told, "further tokens")
         loop.cancel("batch", CancelCause.DELETE)
         stats = loop.stats().result()
-        assert stats.scheduler.swap_in_blocks == stats.scheduler.swap_out_blocks > 0
+        # What the prefix cache has kept in the meantime needs no way back.
+        assert 0 < stats.scheduler.swap_in_blocks <= stats.scheduler.swap_out_blocks
         assert stats.scheduler.tenants["batch"].recomputed_tokens == 0
         states = {key.tenant: key.state for key in stats.cancelled}
         assert states == {"gold": "running", "batch": "running"}

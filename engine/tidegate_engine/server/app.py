@@ -10,17 +10,17 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tidegate_engine.bridge import engine_stats
-from tidegate_engine.core.arrival import refuse_for_queue
 from tidegate_engine.server.caller import Caller
 from tidegate_engine.server.edge import Edge
 from tidegate_engine.server.errors import (
     ApiError,
     EngineDrainingError,
+    QueueFullError,
+    TenantStoppedError,
     answer_api_error,
     answer_defect,
     answer_http_exception,
     answer_validation_error,
-    from_rejection,
 )
 from tidegate_engine.server.generation import Generation
 from tidegate_engine.server.intake import Intake, take_chat, take_completion
@@ -36,6 +36,7 @@ from tidegate_engine.server.served_model import ServedModel
 from tidegate_engine.server.service import Service
 from tidegate_engine.server.stream import Answer, EventStream, collect, unless_disconnected
 from tidegate_engine.server.text import AnswerText
+from tidegate_policies.snapshot import StopPolicy
 
 SCRAPE_PATIENCE_SECONDS = 2.0
 """How long a scrape waits for the step in flight; then it gets the last count."""
@@ -72,7 +73,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def complete(
         body: CompletionBody, request: Request, caller: Annotated[Caller, Depends(identify)]
     ) -> Response:
-        _check_servable(service, body)
+        _check_servable(service, body, caller)
         intake = await take_completion(body, caller=caller, model=service.model)
         response_format = CompletionFormat(
             _head(service, caller),
@@ -89,7 +90,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def chat(
         body: ChatBody, request: Request, caller: Annotated[Caller, Depends(identify)]
     ) -> Response:
-        _check_servable(service, body)
+        _check_servable(service, body, caller)
         intake = await take_chat(body, caller=caller, model=service.model)
         response_format = ChatFormat(
             _head(service, caller),
@@ -155,7 +156,7 @@ def _what_readiness_lacks(service: Service) -> Sequence[str]:
     return [name for name, holds in conditions.items() if not holds]
 
 
-def _check_servable(service: Service, body: GenerationBody) -> None:
+def _check_servable(service: Service, body: GenerationBody, caller: Caller) -> None:
     """Refuse before the prompt is encoded: that is the expensive part.
 
     The queue is that of the last count, about a second old; a retry is told to come no sooner.
@@ -163,11 +164,11 @@ def _check_servable(service: Service, body: GenerationBody) -> None:
     if service.generations.is_draining:
         raise EngineDrainingError
     _check_model(service.model, body.model)
-    rejection = refuse_for_queue(
-        num_waiting=service.engine.last_stats.scheduler.waiting, max_waiting=service.max_waiting
-    )
-    if rejection is not None:
-        raise from_rejection(rejection)
+    rule = service.identities.rule_of(caller.tenant)
+    if rule is not None and rule.stop in {StopPolicy.DRAIN, StopPolicy.CANCEL}:
+        raise TenantStoppedError
+    if service.engine.last_stats.scheduler.waiting >= service.max_waiting:
+        raise QueueFullError(service.max_waiting)
 
 
 def _check_model(model: ServedModel, name: str) -> None:

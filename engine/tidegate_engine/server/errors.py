@@ -151,13 +151,23 @@ class RequestTimeoutError(ApiError):
 
 
 class TenantStoppedError(ApiError):
-    """The tenant's policy has cancelled all its requests."""
+    """The tenant's policy lets nothing new in, or has ended what was running."""
 
     def __init__(self) -> None:
         super().__init__(
-            403,
-            RejectionCode.TENANT_STOPPED.value,
-            "The tenant was stopped; all its requests were cancelled.",
+            403, RejectionCode.TENANT_STOPPED.value, "The tenant is stopped by its policy."
+        )
+
+
+class QueueFullError(ApiError):
+    """The engine's queue, that of all tenants together, is full."""
+
+    def __init__(self, max_waiting: int) -> None:
+        super().__init__(
+            503,
+            RejectionCode.QUEUE_FULL.value,
+            f"{max_waiting} requests are waiting already.",
+            retry_after_seconds=1,
         )
 
 

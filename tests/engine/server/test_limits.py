@@ -9,7 +9,14 @@ import pytest
 
 from tidegate_policies.snapshot import PolicySnapshot, ServiceRule, StopPolicy
 from tidegate_testing.cluster import eventually
-from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine
+from tidegate_testing.engines import (
+    MODEL,
+    HeldTokenizer,
+    RunningEngine,
+    a_keyed_tenant,
+    a_running_engine,
+    a_served_model,
+)
 from tidegate_testing.policies import a_snapshot
 
 ENDLESS = 50_000
@@ -115,6 +122,15 @@ def test_a_stopped_tenant_is_known_and_refused_alone(stop: StopPolicy) -> None:
         # It is still a tenant of the pool, so it may look and clean up.
         assert engine.http().get("/v1/models").status_code == 200
         assert engine.http("zeta").post("/v1/completions", json=SHORT).status_code == 200
+
+
+def test_nothing_is_encoded_for_a_stopped_tenant() -> None:
+    tokenizer = HeldTokenizer()
+    tokenizer.released.set()
+    model = a_served_model(tokenizer=tokenizer)
+    with a_running_engine(a_policy(stop=StopPolicy.DRAIN), model=model) as engine:
+        check_error(complete(engine, SHORT), 403, "tenant_stopped")
+        assert not tokenizer.begun.is_set()
 
 
 def test_a_draining_tenants_running_request_finishes() -> None:
