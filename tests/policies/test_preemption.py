@@ -83,6 +83,12 @@ def test_eight_requests_of_ten_blocks_yield_two_for_twelve() -> None:
     assert planned(12, *batch) == ["b7", "b6"]
 
 
+def test_no_more_equals_yield_than_it_takes() -> None:
+    equals = [candidate(f"r{n}") for n in range(9)]
+    for needed in range(10):
+        assert planned(10 * needed, *equals) == [f"r{n}" for n in range(needed)]
+
+
 def test_a_victim_without_whom_it_is_enough_stays() -> None:
     small = candidate("small", tier_value=-1, blocks=3)
     large = candidate("large", blocks=12)
