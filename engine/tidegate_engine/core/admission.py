@@ -21,12 +21,14 @@ from tidegate_policies.admission import Watermark
 from tidegate_policies.tiers import TierShares
 
 MAX_BACKFILL = 8
-"""Requests looked at behind a blocked head, and requests let past it before it may wait no longer."""
+"""Requests looked at behind a blocked head, and let past it before it may wait no longer."""
 
 RESUME_QUANTUM_TOKENS = 16
 """A preempted request borrows again only when its context and so many tokens more fit."""
 
 _OPEN = (Reason.WITHIN_NOMINAL, Reason.BORROWING)
+_FINAL = (Reason.AT_CAP, Reason.PREDICTED_PEAK, Reason.BEHIND_HEAD)
+"""What no preemption would change."""
 
 
 class Candidates:
@@ -266,22 +268,24 @@ class Admission:
             return Reason.PARTIAL_PREFILLS
         need = self._memory.need(seq)
         reason = self._judge(seq, need)
-        if reason in _OPEN and not needs_slot:
+        if (reason in _OPEN and not needs_slot) or reason in _FINAL:
             return reason
-        if reason in (Reason.AT_CAP, Reason.PREDICTED_PEAK, Reason.BEHIND_HEAD):
-            return reason
+        return self._make_room(seq, need, reason, needs_slot=needs_slot)
+
+    def _make_room(self, seq: Sequence, need: Need, reason: Reason, *, needs_slot: bool) -> Reason:
+        """Take others out for a request that lacks blocks, a place or both, if it may have that."""
         wish = Wish(
             seq=seq,
             blocks=need.additional,
             needs_slot=needs_slot,
             is_within_nominal=self._fits_nominal(seq, need),
         )
-        if self._may_take(wish) and self._preemptor.make_room_for(wish):
-            reason = self._judge(seq, self._memory.need(seq))
-            if reason not in _OPEN:
-                self._promised[seq] = None
-            return reason
-        return Reason.NO_SLOT if needs_slot else reason
+        if not self._may_take(wish) or not self._preemptor.make_room_for(wish):
+            return Reason.NO_SLOT if needs_slot else reason
+        reason = self._judge(seq, self._memory.need(seq))
+        if reason not in _OPEN:  # what was taken arrives with the end of a copy
+            self._promised[seq] = None
+        return reason
 
     def _clip(self, seq: Sequence) -> bool:
         """Shorten what a policy in force leaves too little room for.
@@ -359,6 +363,7 @@ class Admission:
                 return Reason.NOT_RESUMABLE
         elif (
             memory.gate.state is not Watermark.GREEN
+            or usage >= memory.gate.low_blocks  # by what this step has admitted already
             or usage + need.additional >= memory.gate.high_blocks
         ):
             return Reason.WATERMARK

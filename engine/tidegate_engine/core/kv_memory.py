@@ -5,7 +5,7 @@ fence has passed, whatever becomes of its request meanwhile.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -313,20 +313,29 @@ class KvMemory:
         """
         device, host = Counter[int](), Counter[int]()
         used: dict[str, set[int]] = {}
+
+        def hold(tenant: str, blocks: Iterable[int]) -> None:
+            device.update(blocks)
+            used.setdefault(tenant, set()).update(blocks)
+
         for tenant, block in self._pinned:
-            device[block] += 1
-            used.setdefault(tenant, set()).add(block)
-        for seq in sequences:
-            device.update(seq.block_table)
+            hold(tenant, [block])
+        for seq in (*sequences, *self._ended_in_flight()):
+            hold(seq.tenant.name, seq.block_table)
             host.update(seq.host_table)
-            used.setdefault(seq.tenant.name, set()).update(seq.block_table)
             if seq.capacity != len(seq.block_table) * self.pool.block_size:
                 raise AssertionError(f"{seq.request_id} has room for {seq.capacity} tokens")
         for flight in self._flights.values():
-            self._check_flight(flight, sequences, device, host, used)
+            if flight.seq.fence != flight.copy.fence:
+                raise AssertionError(f"{flight.copy} is unknown to its request")
+            if flight.is_out:
+                hold(flight.seq.tenant.name, flight.copy.device_blocks)
         self.pool.check_invariants(device)
         self.host.check_invariants(host)
         self.ledger.check_invariants({name: len(blocks) for name, blocks in used.items()})
+        self._check_kept(sequences)
+
+    def _check_kept(self, sequences: Collection[Sequence]) -> None:
         kept = sum(s.reserved_blocks for s in sequences), sum(s.incoming_blocks for s in sequences)
         if kept != (self._num_reserved, self._num_incoming):
             raise AssertionError(
@@ -339,27 +348,12 @@ class KvMemory:
         if self._num_reserved > self.pool.num_free:
             raise AssertionError(f"{self._num_reserved} blocks are reserved, but not all are free")
 
-    def _check_flight(
-        self,
-        flight: _Flight,
-        sequences: Collection[Sequence],
-        device: "Counter[int]",
-        host: "Counter[int]",
-        used: dict[str, set[int]],
-    ) -> None:
-        seq = flight.seq
-        if seq.fence != flight.copy.fence:
-            raise AssertionError(f"{seq.request_id} doesn't know fence {flight.copy.fence}")
-        if flight.is_out:
-            device.update(flight.copy.device_blocks)
-            used.setdefault(seq.tenant.name, set()).update(flight.copy.device_blocks)
-        elif seq.phase is Phase.ENDED:
-            device.update(seq.block_table)
-            used.setdefault(seq.tenant.name, set()).update(seq.block_table)
-        if seq not in sequences:
-            host.update(seq.host_table)
+    def _ended_in_flight(self) -> list[Sequence]:
+        """Return the requests that have ended while a copy of theirs was in flight."""
+        flights = self._flights.values()
+        return [flight.seq for flight in flights if flight.seq.phase is Phase.ENDED]
 
-    # -- inside --------------------------------------------------------------------------------------
+    # -- inside ------------------------------------------------------------------------------------
 
     def _take(self, seq: Sequence, found: list[int]) -> None:
         """Build the block table of a whole context on blocks that were found in the cache."""

@@ -147,8 +147,11 @@ class TenantTable:
 
     def dequeue(self, seq: Sequence) -> None:
         """Take a request that was never admitted out of its queue."""
-        seq.tenant.queue.remove(seq)
-        self.tier_of(seq.tenant).note_departure()
+        tenant = seq.tenant
+        tenant.queue.remove(seq)
+        self.tier_of(tenant).note_departure()
+        if not tenant.queue:
+            tenant.listed_key = None
 
     def relist(self, tenant: Tenant) -> None:
         """Give a tenant its place in its tier if it wants service and has none, or a worse one."""

@@ -21,9 +21,14 @@ def cached_prefix(pool: BlockPool, *keys: bytes) -> list[int]:
 # --- allocate ---
 
 
-def test_a_pool_without_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 of 4 tokens"):
-        BlockPool(num_blocks=0, block_size=4)
+def test_a_pool_of_blocks_without_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="4 blocks of 0 tokens"):
+        BlockPool(num_blocks=4, block_size=0)
+
+
+def test_a_pool_may_have_no_blocks_to_lend() -> None:
+    pool = BlockPool(num_blocks=0, block_size=4)
+    assert (pool.num_free, pool.allocate(0)) == (0, [])
 
 
 def test_tokens_need_whole_blocks() -> None:

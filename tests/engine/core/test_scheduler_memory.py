@@ -1,12 +1,11 @@
 """Who gets KV blocks, who waits for them, and who gives them back."""
 
 from tidegate_engine.core.request import FinishReason
-from tidegate_policies.snapshot import (
-    WatermarkRule,
-)
+from tidegate_policies.snapshot import KvEstimate, PreemptionRule, WatermarkRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request, a_run
 
+OPTIMISTIC = KvEstimate.OPTIMISTIC  # so that memory does run short
 TIERS = {"gold": 100, "standard": 0}
 WIDE = WatermarkRule(low_percent=98, high_percent=99)  # watermarks out of the way
 
@@ -56,9 +55,10 @@ def test_above_the_low_watermark_only_nominal_gets_in() -> None:
 def test_above_the_high_watermark_borrowers_leave_down_to_the_low_one() -> None:
     policy = a_snapshot(
         a_tenant("gold", tier="gold"),
-        a_tenant("batch"),
+        a_tenant("batch", preemption=PreemptionRule(min_quantum_tokens=0)),
         tiers=TIERS,
         watermarks=WatermarkRule(low_percent=50, high_percent=70),
+        kv_estimate=OPTIMISTIC,
     )
     run = a_run(policy, blocks=20)
     run.submit(a_request("batch", prompt=12, output=40), a_request("gold", prompt=12, output=40))
@@ -90,7 +90,11 @@ def test_without_blocks_the_lowest_tier_yields_and_its_output_is_unharmed() -> N
     alone.drain()
 
     policy = a_snapshot(
-        a_tenant("gold", tier="gold"), a_tenant("acme"), tiers=TIERS, watermarks=WIDE
+        a_tenant("gold", tier="gold"),
+        a_tenant("acme"),
+        tiers=TIERS,
+        watermarks=WIDE,
+        kv_estimate=OPTIMISTIC,
     )
     run = a_run(policy, blocks=10)
     run.submit(a_request("acme", prompt=8, output=24, request_id="victim"))
@@ -103,9 +107,10 @@ def test_without_blocks_the_lowest_tier_yields_and_its_output_is_unharmed() -> N
 
 
 def test_a_recompute_is_not_charged_again() -> None:
-    policy = a_snapshot(a_tenant("a"), a_tenant("b"), watermarks=WIDE)
+    policy = a_snapshot(a_tenant("a"), a_tenant("b"), watermarks=WIDE, kv_estimate=OPTIMISTIC)
     run = a_run(policy, blocks=10)
-    run.submit(a_request("a", prompt=8, output=24), a_request("b", prompt=8, output=24))
+    run.submit(a_request("a", prompt=8, output=24))
+    run.submit(a_request("b", prompt=(9, 8, 7, 6, 5, 4, 3, 2), output=24))
     run.drain()
     stats = run.scheduler.stats().tenants
     assert stats["b"].recomputed_tokens > 0
@@ -126,7 +131,8 @@ def test_a_request_cut_off_by_a_raised_nominal_ends_with_length() -> None:
     run = a_run(a_snapshot(a_tenant("a"), a_tenant("b"), watermarks=WIDE), blocks=10)
     run.submit(a_request("a", prompt=4, output=36, request_id="r"))
     run.steps(6)
-    policy = a_snapshot(a_tenant("a"), a_tenant("b", kv_nominal_percent=70), watermarks=WIDE)
+    owner = a_tenant("b", kv_nominal_percent=70, kv_lendable_percent=0)
+    policy = a_snapshot(a_tenant("a"), owner, watermarks=WIDE)
     run.scheduler.apply_policy(policy, 2)
     run.drain()
     assert run.finished == {"r": FinishReason.LENGTH}
@@ -137,7 +143,8 @@ def test_a_request_cut_off_by_a_raised_nominal_ends_with_length() -> None:
 def test_a_queued_prompt_that_a_policy_made_too_large_does_not_block_the_queue() -> None:
     run = a_run(a_snapshot(a_tenant("a"), a_tenant("b"), watermarks=WIDE), blocks=10)
     run.submit(a_request("a", prompt=30, request_id="large"))
-    policy = a_snapshot(a_tenant("a"), a_tenant("b", kv_nominal_percent=70), watermarks=WIDE)
+    owner = a_tenant("b", kv_nominal_percent=70, kv_lendable_percent=0)
+    policy = a_snapshot(a_tenant("a"), owner, watermarks=WIDE)
     run.scheduler.apply_policy(policy, 2)
     run.submit(a_request("a", prompt=4, request_id="small"))
     run.drain()
@@ -152,7 +159,8 @@ def test_what_a_policy_made_too_large_ends_also_beside_busy_neighbours() -> None
     run.submit(*(a_request("b", output=5 + 3 * (n % 2)) for n in range(20)))
     run.step()
     run.submit(a_request("a", prompt=30, request_id="large"), a_request("c", request_id="small"))
-    policy = a_snapshot(*tenants, a_tenant("b", kv_nominal_percent=70), watermarks=WIDE)
+    owner = a_tenant("b", kv_nominal_percent=70, kv_lendable_percent=0)
+    policy = a_snapshot(*tenants, owner, watermarks=WIDE)
     run.scheduler.apply_policy(policy, 2)
     while "small" not in run.finished:
         run.step()

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from tidegate_policies.snapshot import (
     BatchingRule,
+    KvEstimate,
     PolicySnapshot,
     TenantRule,
     TierRule,
@@ -22,18 +23,26 @@ def a_tenant(name: str = "acme", *, tier: str = "standard", **fields: object) ->
 
 def a_snapshot(
     *tenants: TenantRule,
-    tiers: Mapping[str, int] | None = None,
+    tiers: Mapping[str, int | TierRule] | None = None,
     batching: BatchingRule | None = None,
     watermarks: WatermarkRule | None = None,
     unknown_tenants: UnknownTenantsRule | None = None,
+    kv_estimate: KvEstimate = KvEstimate.PREDICTED,
 ) -> PolicySnapshot:
-    """Build a snapshot; without `tiers` there is one, "standard", of value 0."""
-    values = {"standard": 0} if tiers is None else tiers
+    """Build a snapshot; without `tiers` there is one, "standard", of value 0.
+
+    Tiers are given by their values, or by whole rules under the same name.
+    """
+    values: Mapping[str, int | TierRule] = {"standard": 0} if tiers is None else tiers
     return PolicySnapshot.of(
         POOL,
-        tiers=[TierRule(name=name, value=value) for name, value in values.items()],
+        tiers=[
+            tier if isinstance(tier, TierRule) else TierRule(name=name, value=tier)
+            for name, tier in values.items()
+        ],
         tenants=tenants or [a_tenant()],
         batching=batching,
         watermarks=watermarks,
         unknown_tenants=unknown_tenants,
+        kv_estimate=kv_estimate,
     )
