@@ -185,10 +185,13 @@ class KvLedger:
         limits = self._limits.get(tenant, self._without_quota)
         before = self._used.get(tenant, 0)
         nominal = limits.nominal
-        if used > nominal or before > nominal:
-            self._num_borrowed += max(used, nominal) - max(before, nominal)
-        if limits.lendable_percent < 100 and (used < nominal or before < nominal):
-            self._num_kept += limits.kept(used) - limits.kept(before)
+        if used >= nominal and before >= nominal:
+            self._num_borrowed += used - before
+        else:
+            if used > nominal or before > nominal:
+                self._num_borrowed += max(used, nominal) - max(before, nominal)
+            if limits.lendable_percent < 100:
+                self._num_kept += limits.kept(used) - limits.kept(before)
         if used:
             self._used[tenant] = used
         else:
