@@ -7,6 +7,7 @@ of weight 0 apart.
 """
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 Group = tuple[int, bool]
@@ -60,6 +61,12 @@ class VirtualTokenCounters:
                 Tenants of weight 0 are a group of their own, in which each counts as 1.
         """
         self._counter[tenant] = self._counter.get(tenant, 0.0) + cost / (weight or 1)
+
+    def charge_each(self, charges: Iterable[tuple[str, float]]) -> None:
+        """Add service just given to many tenants: (tenant, cost divided by its weight)."""
+        counter = self._counter
+        for tenant, normalised_cost in charges:
+            counter[tenant] = counter.get(tenant, 0.0) + normalised_cost
 
     def join(self, tenant: str, group: Group) -> None:
         """Lift the counter of a tenant that becomes active, so that it can't bank idle time.

@@ -15,45 +15,90 @@ def test_a_heavier_tenant_is_charged_less_per_token() -> None:
 
 def test_idle_time_is_not_banked_while_others_are_active() -> None:
     counters = VirtualTokenCounters()
+    counters.join("a", TIER)
+    counters.join("c", TIER)
     counters.charge("a", 1000, weight=1)
     counters.charge("c", 3000, weight=1)
-    counters.join("b", TIER, backlogged=["a", "c", "b"])
+    counters.join("b", TIER)
     assert counters.value("b") == 1000
 
 
 def test_idle_time_is_not_banked_when_nobody_is_active() -> None:
     counters = VirtualTokenCounters()
+    counters.join("a", TIER)
     counters.charge("a", 1000, weight=1)
     counters.leave("a", TIER)
-    counters.join("b", TIER, backlogged=[])
+    counters.join("b", TIER)
     assert counters.value("b") == 1000
 
 
 def test_joining_never_lowers_a_counter() -> None:
     counters = VirtualTokenCounters()
+    counters.join("a", TIER)
     counters.charge("a", 10, weight=1)
     counters.charge("b", 500, weight=1)
-    counters.join("b", TIER, backlogged=["a"])
+    counters.join("b", TIER)
     assert counters.value("b") == 500
 
 
 def test_a_tenant_that_changes_tier_starts_level_there() -> None:
     counters = VirtualTokenCounters()
+    counters.join("a", (7, False))
     counters.charge("a", 40, weight=1)
     counters.charge("b", 90_000, weight=1)
-    counters.move("b", (7, False), backlogged=["a", "b"])
+    counters.move("b", (7, False))
     assert counters.value("b") == 40
 
 
 def test_what_happens_in_one_tier_is_no_floor_in_another() -> None:
     counters = VirtualTokenCounters()
+    counters.join("a", TIER)
     counters.charge("a", 40, weight=1)
     counters.leave("a", TIER)
-    counters.move("a", (7, False), backlogged=[])
+    counters.move("a", (7, False))
     counters.charge("a", 9000, weight=1)
-    counters.join("b", TIER, backlogged=[])
-    counters.join("c", (8, False), backlogged=[])
+    counters.join("b", TIER)
+    counters.join("c", (8, False))
     assert (counters.value("b"), counters.value("c")) == (40, 0)
+
+
+def test_whom_its_own_limit_keeps_back_lends_a_newcomer_nothing() -> None:
+    counters = VirtualTokenCounters()
+    for tenant in ("held", "busy"):
+        counters.join(tenant, TIER)
+    counters.charge("busy", 700, weight=1)
+    counters.suspend("held", TIER)
+    counters.join("new", TIER)
+    assert counters.value("new") == 700
+    counters.leave("new", TIER)
+    counters.readmit("held", TIER)
+    counters.join("newer", TIER)
+    assert counters.value("newer") == 0
+
+
+def test_many_charges_at_once_are_as_one_by_one() -> None:
+    counters = VirtualTokenCounters()
+    counters.charge_each([("a", 3.0), ("b", 4.0), ("a", 1.0)])
+    assert (counters.value("a"), counters.value("b")) == (4.0, 4.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from("jlc"), st.sampled_from("abcd")), max_size=60))
+def test_a_newcomer_is_lifted_to_the_least_active_counter(moves: list[tuple[str, str]]) -> None:
+    counters, active = VirtualTokenCounters(), set[str]()
+    for kind, tenant in moves:
+        if kind == "c":
+            counters.charge(tenant, 10 + ord(tenant), weight=1)
+        elif kind == "l" and tenant in active:
+            active.remove(tenant)
+            counters.leave(tenant, TIER)
+        elif kind == "j" and tenant not in active:
+            before = counters.value(tenant)
+            floor = min((counters.value(other) for other in active), default=None)
+            counters.join(tenant, TIER)
+            active.add(tenant)
+            if floor is not None:
+                assert counters.value(tenant) == max(before, floor)
+            assert counters.value(tenant) >= before
 
 
 @given(

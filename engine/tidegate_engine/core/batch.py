@@ -72,24 +72,28 @@ def in_service_order(running: Running) -> list[Sequence]:
     return sorted(running.prefilling, key=lambda seq: (-seq.tenant.tier_value, seq.admission))
 
 
-def describe_batch(running: Running, shares: dict[Sequence, int]) -> list[PlanRow]:
-    """Return a row for every decode that has its KV block, then the prefill chunks.
+def describe_batch(decodes: Ordered[Sequence], shares: dict[Sequence, int]) -> list[PlanRow]:
+    """Return a row for every decode, then the prefill chunks.
 
     Decodes that need more tokens than the step's budget are computed all the same: one that stood
     still would hold its KV blocks for nothing.
     """
+    new_row = tuple.__new__  # what PlanRow() calls, at half its time
     rows = [
-        PlanRow(
-            seq.request_id,
-            seq.num_tokens - 1,
-            (seq.token_ids[-1],),
-            seq.block_table,
-            True,  # noqa: FBT003 (by position, as this is done for every request in every step)
-            seq.request.sampling,
-            True,  # noqa: FBT003
+        new_row(
+            PlanRow,
+            (
+                seq.request_id,
+                seq.num_tokens - 1,
+                seq.token_ids[-1:],
+                seq.block_table,
+                True,
+                seq.sampling,
+                True,
+                False,
+            ),
         )
-        for seq in running.decoding
-        if seq.num_tokens <= seq.capacity
+        for seq in decodes
     ]
     for seq, num_tokens in shares.items():
         if num_tokens:
@@ -101,7 +105,7 @@ def describe_batch(running: Running, shares: dict[Sequence, int]) -> list[PlanRo
                     token_ids=seq.token_ids[start:end],
                     block_ids=seq.block_table,
                     samples=end == seq.num_tokens,
-                    sampling=seq.request.sampling,
+                    sampling=seq.sampling,
                 )
             )
     return rows

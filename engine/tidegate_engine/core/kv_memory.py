@@ -145,7 +145,8 @@ class KvMemory:
         seq.block_table += self.pool.allocate(1)
         seq.capacity += self.pool.block_size
         self.ledger.take(seq.tenant.name, 1)
-        self.unreserve(seq, 1)
+        if seq.reserved_blocks:
+            self.unreserve(seq, 1)
         return True
 
     def begin(self, seq: Sequence) -> int:

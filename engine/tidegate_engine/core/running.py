@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from tidegate_engine.core.sequence import Phase, Sequence
+from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST
 
 _Key = TypeVar("_Key")
@@ -18,6 +19,7 @@ class Running:
         prefilling: Those whose prompt, or context after a recompute, is being read.
         arriving: Those whose KV is being copied from the host: they hold a place in the batch.
         context_tokens: Context of all decodes together.
+        decodes_by_tenant: How many of the decodes each tenant has.
         committed_cost: Service that the requests of each tier are expected to take yet.
     """
 
@@ -26,6 +28,7 @@ class Running:
         self.prefilling: dict[Sequence, None] = {}
         self.arriving: dict[Sequence, None] = {}
         self.context_tokens = 0
+        self.decodes_by_tenant: Counter[Tenant] = Counter()
         self.committed_cost: dict[int, float] = {}
         self._by_tier: Counter[int] = Counter()
         self._itl_targets: Counter[float] = Counter()
@@ -87,6 +90,7 @@ class Running:
             return
         del self.decoding[seq]
         self.context_tokens -= seq.num_tokens
+        _count_down(self.decodes_by_tenant, tenant)
         target = tenant.rule.service.itl_seconds
         if target is not None:
             _count_down(self._itl_targets, target)
@@ -118,6 +122,8 @@ class Running:
         context_tokens = sum(seq.num_tokens for seq in self.decoding)
         if context_tokens != self.context_tokens:
             raise AssertionError(f"decodes have {context_tokens} tokens, not {self.context_tokens}")
+        if Counter(seq.tenant for seq in self.decoding) != self.decodes_by_tenant:
+            raise AssertionError("the tenants' decodes are miscounted")
         self.recount()
         if (by_tier, targets) != (self._by_tier, self._itl_targets):
             raise AssertionError(f"running requests are counted as {by_tier} and {targets}")
@@ -134,6 +140,7 @@ class Running:
     def _add_decode(self, seq: Sequence) -> None:
         self.decoding[seq] = None
         self.context_tokens += seq.num_tokens
+        self.decodes_by_tenant[seq.tenant] += 1
         target = seq.tenant.rule.service.itl_seconds
         if target is not None:
             self._itl_targets[target] += 1

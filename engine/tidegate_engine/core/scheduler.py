@@ -11,7 +11,8 @@ cancels come between the two calls of neighbouring steps, so that no step that i
 cancel contains the request.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from tidegate_engine.core.admission import Admission
 from tidegate_engine.core.arrival import (
@@ -35,7 +36,6 @@ from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import (
     Expiry,
     ExpiryCause,
-    PlanRow,
     SampledToken,
     StepPlan,
     StepResult,
@@ -115,6 +115,7 @@ class Scheduler:
         self._arrivals = 0
         self._live: dict[str, Sequence] = {}
         self._joining: list[Sequence] = []
+        self._decodes: list[Sequence] = []
         self._has_open_plan = False
         self._planned_at = 0.0
         self._features = StepFeatures(0, 0, 0, 0)
@@ -247,13 +248,13 @@ class Scheduler:
             KeyError: `result` lacks a row of `plan` that samples. Nothing has changed.
         """
         tokens = result.tokens
-        missing = [r.request_id for r in plan.rows if r.samples and r.request_id not in tokens]
+        missing = [row.request_id for row in plan.rows if row[4] and row[0] not in tokens]
         if missing:
             raise KeyError(f"step {plan.step}: no token for requests {missing}")
         self._has_open_plan = False
         if plan.rows:
             self._step_times.observe(self._features, now - self._planned_at)
-        outputs = self._commit_rows(plan.rows, tokens, now)
+        outputs = self._commit_rows(plan, tokens, now)
         self._memory.end_step()
         for fence in result.passed_fences:
             self._land(fence)
@@ -377,7 +378,8 @@ class Scheduler:
 
     def _emit(self, now: float, expired: tuple[Expiry, ...]) -> StepPlan:
         shares = self._prefill_shares()
-        rows = describe_batch(self._running, shares)
+        self._decodes = [seq for seq in self._running.decoding if seq.num_tokens <= seq.capacity]
+        rows = describe_batch(self._decodes, shares)
         if not rows and not self._memory.num_open_fences and len(self._running):
             # All stand still, and nobody may be taken out: the newest gives its blocks back.
             self._end_for_lack(list(self._running)[-1])
@@ -427,39 +429,38 @@ class Scheduler:
     # -- accounting ------------------------------------------------------------------------------
 
     def _commit_rows(
-        self, rows: tuple[PlanRow, ...], tokens: Mapping[str, SampledToken], now: float
+        self, plan: StepPlan, tokens: Mapping[str, SampledToken], now: float
     ) -> tuple[TokenOutput, ...]:
         """Book what was computed and append what was sampled."""
-        live, decoding = self._live, self._running.decoding
-        outputs: list[TokenOutput] = []
-        served: list[Tenant] = []
+        num_decodes = len(self._decodes)
+        outputs = _append_all(self._decodes, tokens)
+        self._running.context_tokens += len(outputs)
+        served = self._served_decodes(num_rows=len(outputs))
         read: list[Sequence] = []
-        for row in rows:
-            seq = live.get(row.request_id)
+        for row in plan.rows[num_decodes:]:
+            seq = self._live.get(row.request_id)
             if seq is None:  # cancelled while the step was computed
                 continue
-            if seq in decoding:
-                seq.computed_tokens += 1
-            else:
-                self._book_prefill(seq, len(row.token_ids), now)
-                if not row.samples:
-                    continue
+            self._book_prefill(seq, len(row.token_ids), now)
+            if row.samples:
                 read.append(seq)
-            tenant = seq.tenant
-            if not tenant.step_tokens:
-                served.append(tenant)
-            tenant.step_tokens += 1
-            outputs.append(_append(seq, tokens[row.request_id]))
-        self._running.context_tokens += len(outputs) - len(read)
+        outputs += _append_all(read, tokens)
         for seq in read:
+            served[seq.tenant] = served.get(seq.tenant, 0) + 1
             self._memory.register(seq)
             self._running.end_prefill(seq)
-        for tenant in served:
-            self._charge_output(tenant, now)
+        self._charge_output(served, now)
         for output in outputs:
-            if output.finish_reason is not None:
-                self._complete(live[output.request_id])
+            if output[2] is not None:
+                self._complete(self._live[output.request_id])
         return tuple(outputs)
+
+    def _served_decodes(self, *, num_rows: int) -> dict[Tenant, int]:
+        """Return how many decodes of each tenant the step has served."""
+        if num_rows == len(self._running.decoding):
+            return dict(self._running.decodes_by_tenant)
+        served = (seq.tenant for seq in self._decodes if seq.phase is Phase.RUNNING)
+        return dict(Counter(served))  # somebody stood still, or was cancelled meanwhile
 
     def _book_prefill(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """Charge computed prompt tokens, each once; what a recompute repeats is free."""
@@ -476,20 +477,28 @@ class Scheduler:
             cost = PROMPT_TOKEN_COST * fresh
             tenant.admitted_prompt_tokens -= fresh
             seq.charged_cost += cost
-            self._charge(tenant, cost, now)
+            weight = tenant.rule.weight
+            self._tenants.counters.charge(tenant.name, cost, weight=weight)
+            self._charge_tier(tenant.tier_value, cost, now)
         if seq.is_decoding:  # a recompute, of which one token is left
             self._running.end_prefill(seq)
 
-    def _charge_output(self, tenant: Tenant, now: float) -> None:
-        """Charge the output tokens of this step, all at once."""
-        num_tokens, tenant.step_tokens = tenant.step_tokens, 0
-        tenant.totals.output_tokens += num_tokens
-        self._charge(tenant, OUTPUT_TOKEN_COST * num_tokens, now)
+    def _charge_output(self, served: Mapping[Tenant, int], now: float) -> None:
+        """Charge the output tokens of this step, one addition per tenant."""
+        by_tier: dict[int, int] = {}
+        for tenant, num_tokens in served.items():
+            tenant.totals.output_tokens += num_tokens
+            value = tenant.tier.value
+            by_tier[value] = by_tier.get(value, 0) + num_tokens
+        self._tenants.counters.charge_each(
+            [(t.name, num_tokens * t.output_price) for t, num_tokens in served.items()]
+        )
+        for value, num_tokens in by_tier.items():
+            self._charge_tier(value, OUTPUT_TOKEN_COST * num_tokens, now)
 
-    def _charge(self, tenant: Tenant, cost: float, now: float) -> None:
-        self._tenants.charge(tenant, cost)
-        self._shares.charge(tenant.tier_value, cost, now)
-        self._running.commit_cost(tenant.tier_value, -cost)
+    def _charge_tier(self, value: int, cost: float, now: float) -> None:
+        self._shares.charge(value, cost, now)
+        self._running.commit_cost(value, -cost)
 
     # -- ends ------------------------------------------------------------------------------------
 
@@ -510,6 +519,8 @@ class Scheduler:
             most_blocks=pool.blocks_for(length + max_output_tokens - 1),
             token_ids=list(request.prompt_ids),
             num_tokens=length,
+            stop_token_ids=request.stop_token_ids,
+            sampling=request.sampling,
             keys=BlockKeys(tenant.root, pool.block_size),
         )
         ttft_seconds = request.ttft_seconds or tenant.rule.service.ttft_seconds
@@ -566,13 +577,31 @@ class Scheduler:
         self._decisions.append(Decision(seq.request_id, seq.tenant.name, verdict, reason))
 
 
-def _append(seq: Sequence, token: SampledToken) -> TokenOutput:
-    """Append a sampled token, and tell whether it is the last."""
-    seq.token_ids.append(token.token_id)
-    seq.num_tokens += 1
-    reason = None
-    if token.token_id in seq.request.stop_token_ids:
-        reason = FinishReason.STOP
-    elif seq.num_tokens >= seq.max_tokens:
-        reason = FinishReason.LENGTH
-    return TokenOutput(seq.request_id, token, reason)
+def _append_all(
+    sequences: Iterable[Sequence], tokens: Mapping[str, SampledToken]
+) -> list[TokenOutput]:
+    """Append what was sampled for these requests, and tell which of them end with it.
+
+    Whoever has ended while the step was computed gets nothing.
+    """
+    outputs: list[TokenOutput] = []
+    running = Phase.RUNNING
+    new_output = tuple.__new__  # what TokenOutput() calls, at half its time
+    for seq in sequences:
+        if seq.phase is not running:
+            continue
+        request_id = seq.request_id
+        token = tokens[request_id]
+        token_id = token[0]
+        seq.computed_tokens = length = seq.num_tokens
+        length += 1
+        seq.num_tokens = length
+        seq.token_ids.append(token_id)
+        if token_id in seq.stop_token_ids:
+            reason = FinishReason.STOP
+        elif length >= seq.max_tokens:
+            reason = FinishReason.LENGTH
+        else:
+            reason = None
+        outputs.append(new_output(TokenOutput, (request_id, token, reason)))
+    return outputs

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tidegate_engine.core.decisions import Reason
 from tidegate_engine.core.prefix_cache import BlockKeys
 from tidegate_engine.core.request import Request
+from tidegate_engine.core.sampling import SamplingParams
 from tidegate_policies.preemption import Shield, shield
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ class Sequence:
         max_tokens: Prompt and most output together.
         token_ids: Prompt and output, in order; output is kept over a preemption.
         num_tokens: Length of `token_ids`.
+        stop_token_ids: The request's.
+        sampling: The request's.
         keys: What the prefix cache knows its full blocks by.
         deadline: When the first token is due; None = nothing was promised.
         latest_start: Begun later than this, its prompt is not read by the deadline.
@@ -77,6 +80,8 @@ class Sequence:
     most_blocks: int
     token_ids: list[int]
     num_tokens: int
+    stop_token_ids: tuple[int, ...]
+    sampling: SamplingParams
     keys: BlockKeys
     deadline: float | None = None
     latest_start: float = 0.0

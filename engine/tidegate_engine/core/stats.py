@@ -39,6 +39,7 @@ def _describe_tenant(tenant: Tenant, memory: KvMemory) -> TenantStats:
         kv_used_blocks=memory.ledger.used(tenant.name),
         kv_borrowed_blocks=memory.ledger.borrowed(tenant.name),
         virtual_counter=tenant.counters.value(tenant.name),
+        service=tenant.service,
         preempted=totals.preemptions.total(),
         **(asdict(totals) | {"preemptions": dict(totals.preemptions)}),
     )

@@ -8,7 +8,12 @@ from tidegate_engine.core.prefix_cache import root_key
 from tidegate_engine.core.queues import RequestQueue, TierQueue
 from tidegate_engine.core.request import PreemptionKey
 from tidegate_engine.core.sequence import Sequence
-from tidegate_policies.fairness import PROMPT_TOKEN_COST, Group, VirtualTokenCounters
+from tidegate_policies.fairness import (
+    OUTPUT_TOKEN_COST,
+    PROMPT_TOKEN_COST,
+    Group,
+    VirtualTokenCounters,
+)
 from tidegate_policies.snapshot import (
     UNKNOWN_TENANT,
     PolicySnapshot,
@@ -27,7 +32,6 @@ class TenantTotals:
     cached_tokens: int = 0
     output_tokens: int = 0
     recomputed_tokens: int = 0
-    service: float = 0.0
     cancelled: int = 0
     expired: int = 0
     finished: int = 0
@@ -52,9 +56,9 @@ class Tenant:
         swapped: Requests whose KV is on the host, or on its way to or from there.
         admitted_prompt_tokens: Prompt tokens of its running requests that are not charged yet.
         committed_blocks: Worst case of its running requests that may not be preempted.
-        step_tokens: Output tokens of the step being committed.
         listed_key: Its place in the queue of its tier; None = it isn't in there.
         is_parked: Whether it waits for one of its own requests to end.
+        output_price: What an output token adds to its virtual counter.
     """
 
     name: str
@@ -69,10 +73,24 @@ class Tenant:
     swapped: int = 0
     admitted_prompt_tokens: int = 0
     committed_blocks: int = 0
-    step_tokens: int = 0
     listed_key: tuple[bool, float] | None = None
     is_parked: bool = False
+    output_price: float = field(init=False)
     totals: TenantTotals = field(default_factory=TenantTotals)
+
+    def __post_init__(self) -> None:
+        self.obey(self.rule, self.tier)
+
+    def obey(self, rule: TenantRule, tier: TierRule) -> None:
+        """Be under these rules from now on."""
+        self.rule, self.tier, self.is_declared = rule, tier, True
+        self.output_price = OUTPUT_TOKEN_COST / (rule.weight or 1)
+
+    @property
+    def service(self) -> float:
+        """Charged service since the scheduler's start, in cost units."""
+        totals = self.totals
+        return PROMPT_TOKEN_COST * totals.prompt_tokens + OUTPUT_TOKEN_COST * totals.output_tokens
 
     @property
     def tier_value(self) -> int:
@@ -172,11 +190,6 @@ class TenantTable:
             self.counters.readmit(tenant.name, tenant.group)
             self.relist(tenant)
 
-    def charge(self, tenant: Tenant, cost: float) -> None:
-        """Charge service to `tenant` at the weight in force."""
-        self.counters.charge(tenant.name, cost, weight=tenant.rule.weight)
-        tenant.totals.service += cost
-
     def settle(self, tenant: Tenant) -> None:
         """Note that a request of `tenant` has ended."""
         self.unpark(tenant)
@@ -222,7 +235,7 @@ class TenantTable:
             )
             return
         group = tenant.group
-        tenant.rule, tenant.tier, tenant.is_declared = rule, tier, True
+        tenant.obey(rule, tier)
         if tenant.group != group:
             self._regroup(tenant, group)
 
