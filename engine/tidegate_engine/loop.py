@@ -236,9 +236,15 @@ class EngineLoop:
         )
 
     def _fail(self, plan: StepPlan, error: ExecutorError, began: float) -> None:
-        """Drop the requests whose step broke; the others go on."""
+        """Drop the requests whose step broke; the others go on.
+
+        Raises:
+            ExecutorError: There was nobody to drop, so that it would only break again.
+        """
         now = self._clock()
         failed = self._scheduler.abandon_step(plan, now)
+        if not failed:
+            raise error
         for request_id in failed:
             self._book_drop(request_id, CancelCause.ENGINE_FAILED)
         self._tell(replace(_report(plan, began, now), failed=failed, failure=str(error)))

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
+
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import Expiry, ExpiryCause
 from tidegate_engine.core.scheduler import Scheduler
@@ -57,19 +59,29 @@ def a_one_slot_scheduler(executor: Executor) -> Scheduler:
 
 
 @contextmanager
-def a_displaced_request() -> Iterator[tuple[EngineLoop, Recorder]]:
-    """Run a loop in which the request `batch` is swapped out for the request `gold`."""
+def a_displaced_request() -> Iterator[tuple[EngineLoop, Recorder, StepGate]]:
+    """Run a loop in which the request `batch` is swapped out for the request `gold`.
+
+    They don't fit the pool together, so that 9 of batch's 19 blocks are overwritten at least. A
+    step is held that computes gold.
+    """
     gate = StepGate()
-    executor = a_paced_executor(gate, host_blocks=64)
+    executor = a_paced_executor(gate, blocks=32, host_blocks=32)
     with a_loop(gate, scheduler=a_one_slot_scheduler(executor), executor=executor) as (
         loop,
         recorder,
     ):
-        loop.submit(a_request("batch", prompt=40, output=10_000, request_id="batch"))
-        wait_for_step(recorder, steps=4)
-        loop.submit(a_request("gold", output=10_000, request_id="gold"))
-        eventually(lambda: recorder.tokens_of("gold"), "gold's first token")
-        yield loop, recorder
+        loop.submit(a_request("batch", prompt=300, output=150, request_id="batch"))
+        gate.shut()
+        loop.submit(a_request("gold", prompt=tuple(range(352)), output=32, request_id="gold"))
+
+        def is_gold_running() -> bool:
+            gate.let_one_pass()
+            return recorder.tokens_of("gold") > 0
+
+        eventually(is_gold_running, "gold's first token")
+        gate.shut()
+        yield loop, recorder, gate
 
 
 def holds_nothing(loop: EngineLoop) -> bool:
@@ -135,8 +147,10 @@ def test_cancels_are_counted_once_by_cause_and_state() -> None:
 
 
 def test_a_swapped_request_is_cancelled_as_such() -> None:
-    with a_displaced_request() as (loop, _):
-        assert loop.cancel("batch", CancelCause.DELETE).result()
+    with a_displaced_request() as (loop, _, gate):
+        cancelled = loop.cancel("batch", CancelCause.DELETE)
+        gate.open()
+        assert cancelled.result()
         stats = loop.stats().result()
         assert stats.cancelled == {
             CancelKey(tenant="batch", cause=CancelCause.DELETE, state="swapped"): 1
@@ -204,17 +218,35 @@ def test_a_request_finished_by_its_text_is_not_cancelled() -> None:
 
 
 def test_a_swapped_request_comes_back_though_nothing_else_runs() -> None:
-    with a_displaced_request() as (loop, recorder):
-        told = recorder.tokens_of("batch")
+    with a_displaced_request() as (loop, recorder, gate):
+        assert recorder.tokens_of("batch") < 150
         loop.cancel("gold", CancelCause.DELETE)
-        eventually(lambda: recorder.tokens_of("batch") > told, "further tokens")
-        loop.cancel("batch", CancelCause.DELETE)
+        gate.open()
+        eventually(lambda: "batch" in recorder.finished(), "batch's end")
         stats = loop.stats().result()
+        assert recorder.tokens_of("batch") == 150
         # What the prefix cache has kept in the meantime needs no way back.
-        assert 0 < stats.scheduler.swap_in_blocks <= stats.scheduler.swap_out_blocks
+        assert 9 <= stats.scheduler.swap_in_blocks <= stats.scheduler.swap_out_blocks
         assert stats.scheduler.tenants["batch"].recomputed_tokens == 0
-        states = {key.tenant: key.state for key in stats.cancelled}
-        assert states == {"gold": "running", "batch": "running"}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_copy_that_can_not_be_waited_for_ends_the_engine() -> None:
+    gate = StepGate()
+    executor = BreakingExecutor(
+        a_paced_executor(gate, host_blocks=64, swap_block_seconds=600),
+        lambda plan: not plan.rows,
+        ExecutorError("no answer"),
+    )
+    with a_loop(gate, scheduler=a_one_slot_scheduler(executor), executor=executor) as (
+        loop,
+        recorder,
+    ):
+        loop.submit(a_request("batch", output=10_000, request_id="batch"))
+        wait_for_step(recorder)
+        loop.submit(a_request("gold", output=2, request_id="gold"))
+        assert recorder.stopped.wait(timeout=10)
+        assert "gold" in recorder.finished()
 
 
 def test_a_step_that_breaks_with_a_copy_in_it_leaves_nothing_behind() -> None:

@@ -32,7 +32,6 @@ from tidegate_testing.policies import POOL, a_snapshot, a_tenant
 
 MODEL = "simulated"
 BLOCK_SIZE = 16
-SWAP_BLOCK_SECONDS = 0.0001
 
 
 def key_of(tenant: str) -> str:
@@ -256,7 +255,12 @@ def a_scheduler_of(executor: Executor, limits: EngineLimits | None = None) -> Sc
 
 
 def a_paced_executor(
-    gate: StepGate, *, blocks: int = 4096, host_blocks: int = 0, step_seconds: float = 0.0
+    gate: StepGate,
+    *,
+    blocks: int = 4096,
+    host_blocks: int = 0,
+    step_seconds: float = 0.0,
+    swap_block_seconds: float = 0.0001,
 ) -> SimulatedExecutor:
     """Build an executor whose steps take `step_seconds` and wait for `gate`."""
     return SimulatedExecutor(
@@ -267,7 +271,7 @@ def a_paced_executor(
                 step_seconds=step_seconds,
                 prefill_token_seconds=0,
                 decode_seconds=0,
-                swap_block_seconds=SWAP_BLOCK_SECONDS,
+                swap_block_seconds=swap_block_seconds,
             )
         ),
         clock=gate,
