@@ -1,176 +1,194 @@
-"""A whole engine in virtual time: the scheduler on the simulated executor, and load for it."""
+"""A scheduler on simulated hardware and in virtual time, watched from outside."""
 
-import random
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
 from tidegate_engine.core.costs import ExecutorCosts
+from tidegate_engine.core.decisions import Decision, Verdict
 from tidegate_engine.core.limits import EngineLimits
-from tidegate_engine.core.plan import StepPlan
+from tidegate_engine.core.plan import StepPlan, StepResult, SwapCopy
 from tidegate_engine.core.request import Request
 from tidegate_engine.core.scheduler import Scheduler
-from tidegate_engine.executor.base import Capacity
+from tidegate_engine.executor.base import Capacity, Executor
 from tidegate_engine.executor.clock import VirtualClock
+from tidegate_engine.executor.hardware import H100_80G, LLAMA_3_1_8B, fitting_capacity
 from tidegate_engine.executor.simulated import SimulatedExecutor
-from tidegate_engine.executor.step_cost import AffineCost, StepCost
+from tidegate_engine.executor.step_cost import AffineCost, Roofline, StepCost
 from tidegate_engine.replay.driver import Replay
-from tidegate_engine.replay.log import RequestTrace
 from tidegate_policies.snapshot import PolicySnapshot
-from tidegate_testing.scheduling import VOCAB_SIZE, a_request
+from tidegate_testing.scheduling import VOCAB_SIZE
 
 BLOCK_SIZE = 16
 
 
-@dataclass(kw_only=True)
-class Simulation:
-    """A scheduler driven through virtual time, and what came out of it.
+class WatchedExecutor:
+    """Carries plans out by another executor, and keeps them.
 
     Attributes:
-        plans: Every plan with rows, in order.
-        checks_invariants: Whether each step is followed by a check of the scheduler's books, which
-            costs more than the step.
+        plans: Every executed one, in order.
+        copying: The swaps in flight, by fence.
+        tables: The block table of every request with a row in the newest plan.
+    """
+
+    def __init__(self, inner: Executor) -> None:
+        self.plans: list[StepPlan] = []
+        self.copying: dict[int, SwapCopy] = {}
+        self.tables: dict[str, list[int]] = {}
+        self._inner = inner
+
+    @property
+    def capacity(self) -> Capacity:
+        """The inner executor's."""
+        return self._inner.capacity
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out one plan."""
+        self.plans.append(plan)
+        self.copying |= {swap.fence: swap for swap in (*plan.swap_out, *plan.swap_in)}
+        self.tables = {row.request_id: [*row.block_ids] for row in plan.rows}
+        result = self._inner.execute(plan)
+        for fence in result.passed_fences:
+            del self.copying[fence]
+        return result
+
+    def measure(self) -> ExecutorCosts:
+        """Return what the inner executor measured."""
+        return self._inner.measure()
+
+
+class Simulation(Replay):
+    """A replay that keeps its plans and verifies the scheduler's books.
+
+    Attributes:
+        decisions: All that the scheduler decided, in order.
     """
 
     scheduler: Scheduler
-    replay: Replay
-    clock: VirtualClock
-    plans: list[StepPlan] = field(default_factory=list)
-    checks_invariants: bool = True
+    executor: WatchedExecutor
 
-    def submit(self, *requests: Request) -> None:
-        """Queue requests that must be accepted."""
-        for request in requests:
-            rejection = self.replay.submit(request)
-            if rejection is not None:
-                raise AssertionError(rejection.message)
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        executor: WatchedExecutor,
+        clock: VirtualClock,
+        check_every: int,
+    ) -> None:
+        super().__init__(scheduler=scheduler, executor=executor, clock=clock)
+        self.decisions: list[Decision] = []
+        self._check_every = check_every
+        self._steps = 0
 
-    def trace(self, request: Request) -> RequestTrace:
-        """Return what became of a request."""
-        return self.replay.log.requests[request.request_id]
-
-    def output(self, request: Request) -> list[int]:
-        """Return the output tokens of a request."""
-        return self.trace(request).token_ids
+    @property
+    def plans(self) -> list[StepPlan]:
+        """Every executed plan, in order."""
+        return self.executor.plans
 
     def step(self) -> StepPlan:
-        """Carry out one step, or wait for whatever lets one be carried out."""
-        plan = self.replay.step()
-        if plan.rows:
-            self.plans.append(plan)
-        elif plan.wake_at is not None and not plan.num_open_fences:
-            self.clock.advance_to(plan.wake_at)
-        if self.checks_invariants:
+        """Go one step further; now and then verify the invariants."""
+        plan = super().step()
+        self.decisions += plan.decisions
+        self._steps += 1
+        if self._steps % self._check_every == 0:
             self.scheduler.check_invariants()
         return plan
 
-    def steps(self, count: int) -> None:
-        """Carry out `count` steps."""
-        for _ in range(count):
-            self.step()
+    def steps(self, count: int) -> list[StepPlan]:
+        """Go so many steps further."""
+        return [self.step() for _ in range(count)]
 
-    def run_until(self, time: float) -> None:
-        """Carry out the steps up to a time; there must be work until then."""
-        while (now := self.clock.now()) < time:
-            self.step()
-            if self.clock.now() == now:
-                raise AssertionError(f"nothing to do at {now:g} s: {self.scheduler.stats()}")
+    def accept(self, *requests: Request) -> None:
+        """Submit requests that must not be refused."""
+        for request in requests:
+            rejection = self.submit(request)
+            if rejection is not None:
+                raise AssertionError(rejection.message)
 
-    def drain(self, *, at_most: int = 20_000) -> None:
-        """Run until nothing is left; fail when `at_most` steps are not enough."""
-        for _ in range(at_most):
-            if not self.scheduler.has_work:
-                return
-            self.step()
-        raise AssertionError(f"work left after {at_most} steps: {self.scheduler.stats()}")
+    def obey(self, policy: PolicySnapshot) -> None:
+        """Put another policy in force with the next step."""
+        self.scheduler.apply_policy(policy, self.scheduler.revision + 1)
 
-    def service(self, *tenants: str) -> float:
-        """Return the service that these tenants were charged so far, in cost units."""
-        stats = self.scheduler.stats().tenants
-        return sum(stats[tenant].service for tenant in tenants)
+    def output(self, request_id: str) -> list[int]:
+        """Return the output tokens of a request so far."""
+        return self.log.requests[request_id].token_ids
+
+    def used_blocks(self, tenant: str) -> int:
+        """Return the KV blocks that a tenant holds."""
+        return self.scheduler.stats().tenants[tenant].kv_used_blocks
+
+    def preempted(self) -> list[Decision]:
+        """Return every preemption so far."""
+        return [d for d in self.decisions if d.verdict is Verdict.PREEMPTED]
 
 
 def a_simulation(
     policy: PolicySnapshot,
     *,
-    blocks: int = 4096,
+    blocks: int,
     host_blocks: int = 0,
-    costs: ExecutorCosts | None = None,
     cost: StepCost | None = None,
-    limits: EngineLimits | None = None,
-    checks_invariants: bool = True,
+    max_num_seqs: int = 64,
+    max_batched_tokens: int = 2048,
+    check_every: int = 1,
 ) -> Simulation:
-    """Build an engine with blocks of 16 tokens, in which `policy` is in force as revision 1.
+    """Build an engine of blocks of 16 tokens in which `policy` is in force as revision 1.
 
-    Without limits it has 64 places, and 2048 tokens in a step.
+    Args:
+        policy: In force from the first step on.
+        blocks: On the device.
+        host_blocks: On the host; 0 = preemption is by recompute.
+        cost: Of steps and copies; None = 10 ms a step and 0.1 ms a token and a swapped block.
+        max_num_seqs: Of the engine.
+        max_batched_tokens: Of the engine.
+        check_every: The scheduler's invariants are verified once in so many steps.
     """
-    limits = limits or EngineLimits(max_num_seqs=64, max_batched_tokens=2048)
-    cost = cost or AffineCost(costs or ExecutorCosts())
+    cost = cost or AffineCost(ExecutorCosts())
     clock = VirtualClock()
+    capacity = Capacity(num_blocks=blocks, num_host_blocks=host_blocks, block_size=BLOCK_SIZE)
     scheduler = Scheduler(
         num_blocks=blocks,
         block_size=BLOCK_SIZE,
         num_host_blocks=host_blocks,
-        limits=limits,
+        limits=EngineLimits(max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens),
         costs=cost.costs,
     )
     scheduler.apply_policy(policy, 1)
     scheduler.plan_step(clock.now())
-    executor = SimulatedExecutor(
-        capacity=Capacity(num_blocks=blocks, num_host_blocks=host_blocks, block_size=BLOCK_SIZE),
-        vocab_size=VOCAB_SIZE,
-        cost=cost,
-        clock=clock,
-    )
+    simulated = SimulatedExecutor(capacity=capacity, vocab_size=VOCAB_SIZE, cost=cost, clock=clock)
     return Simulation(
         scheduler=scheduler,
-        replay=Replay(scheduler=scheduler, executor=executor, clock=clock),
+        executor=WatchedExecutor(simulated),
         clock=clock,
-        checks_invariants=checks_invariants,
+        check_every=check_every,
     )
 
 
-def a_prompt(length: int, *, seed: object) -> tuple[int, ...]:
-    """Draw the tokens of a prompt that shares no block with those of other seeds."""
-    draw = random.Random(f"prompt {seed}")
-    return tuple(draw.choices(range(VOCAB_SIZE), k=length))
+def an_h100_with_llama_8b(policy: PolicySnapshot, *, max_batched_tokens: int = 8192) -> Simulation:
+    """Build an engine with as many blocks as are left on an H100 beside Llama-3.1-8B."""
+    capacity = fitting_capacity(H100_80G, LLAMA_3_1_8B, block_size=BLOCK_SIZE)
+    return a_simulation(
+        policy,
+        blocks=capacity.num_blocks,
+        cost=Roofline(gpu=H100_80G, model=LLAMA_3_1_8B, block_size=BLOCK_SIZE),
+        max_num_seqs=256,
+        max_batched_tokens=max_batched_tokens,
+        check_every=10,
+    )
 
 
-def a_load(
-    tenant: str, count: int, *, prompt: int, output: int, name: str | None = None
-) -> list[Request]:
-    """Build requests of a tenant with prompts of their own.
-
-    Args:
-        tenant: Who sends them.
-        count: How many.
-        prompt: Tokens of each prompt.
-        output: Most output tokens of each.
-        name: Begins their ids and decides their prompts; None = the tenant's.
-    """
-    return list(requests_of(tenant, [(prompt, output)] * count, name=name))
+def a_prompt(number: int, tokens: int) -> tuple[int, ...]:
+    """Return a prompt that shares no prefix with another number's."""
+    return (number, *range(1, tokens))
 
 
-def requests_of(
-    tenant: str, sizes: Iterable[tuple[int, int]], *, name: str | None = None
-) -> Iterator[Request]:
-    """Yield requests with so many prompt and output tokens; otherwise as `a_load`."""
-    for i, (prompt, output) in enumerate(sizes):
-        request_id = f"{name or tenant}-{i}"
-        yield a_request(
-            tenant, prompt=a_prompt(prompt, seed=request_id), output=output, request_id=request_id
-        )
+def quantile(values: Iterable[float], share: float) -> float:
+    """Return the least value that at least this share of all doesn't exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-share * len(ordered) // 1) - 1)]
 
 
-def output_alone(request: Request, policy: PolicySnapshot) -> list[int]:
-    """Return the output of a request that has an engine to itself."""
-    simulation = a_simulation(policy)
-    simulation.submit(request)
+def output_alone(request: Request, *, blocks: int, policy: PolicySnapshot) -> list[int]:
+    """Return the output that a request has with the whole engine to itself."""
+    simulation = a_simulation(policy, blocks=blocks)
+    simulation.accept(request)
     simulation.drain()
-    return simulation.output(request)
-
-
-def first_rows(plans: list[StepPlan], request: Request) -> int:
-    """Return the number of plans before the first one that computes something of a request."""
-    return next(
-        i for i, p in enumerate(plans) if any(r.request_id == request.request_id for r in p.rows)
-    )
+    return simulation.output(request.request_id)
