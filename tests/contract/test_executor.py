@@ -138,7 +138,7 @@ def test_a_copied_block_continues_as_its_source_would_have(steps: Steps) -> None
 def test_all_copies_are_read_before_any_is_written(steps: Steps) -> None:
     first = Generation(steps, [*PROMPT], [*TABLE])
     first.run(3)
-    copies = [BlockCopy(TABLE[1], OTHER_TABLE[1]), BlockCopy(TABLE[0], TABLE[1])]
+    copies = [BlockCopy(TABLE[0], TABLE[1]), BlockCopy(TABLE[1], OTHER_TABLE[1])]
     steps.run(copies=copies)
     first.blocks[1] = OTHER_TABLE[1]
     assert first.run(5) == alone(steps, PROMPT)[3:8]

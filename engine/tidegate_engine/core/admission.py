@@ -5,7 +5,7 @@ watermark gate is open and the predicted peak of all that run stays under the hi
 a waiting request lacks may be taken from running ones by the `Preemptor`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tidegate_engine.core.batch import in_service_order, share_out
 from tidegate_engine.core.decisions import Decision, Reason, Verdict
@@ -34,12 +34,21 @@ _FINAL = (Reason.AT_CAP, Reason.PREDICTED_PEAK, Reason.BEHIND_HEAD)
 class Candidates:
     """The waiting requests of one tier in the order of service, for one step."""
 
-    def __init__(self, tier: TierQueue, tenants: TenantTable, now: float, *, is_held: bool) -> None:
+    def __init__(
+        self,
+        tier: TierQueue,
+        tenants: TenantTable,
+        now: float,
+        *,
+        resumable: Iterable[Sequence],
+        is_held: bool,
+    ) -> None:
         """Begin with the preempted requests, those of the least served tenant first.
 
         Args:
             tier: Whose.
             tenants: Where tenants get their places back.
+            resumable: The preempted requests that may be looked at.
             now: On the scheduler's clock.
             is_held: Whether the requests that were never admitted wait for a batch to fill.
         """
@@ -48,7 +57,7 @@ class Candidates:
         self._now = now
         self._is_held = is_held
         self._resumable = iter(
-            sorted(tier.resumable, key=lambda s: (s.tenant.key, s.tenant.name, s.arrival))
+            sorted(resumable, key=lambda s: (s.tenant.key, s.tenant.name, s.arrival))
         )
         self._queues: dict[str, Iterator[Sequence]] = {}
         self._aside: list[Tenant] = []
@@ -58,8 +67,7 @@ class Candidates:
     def next(self) -> Sequence | None:
         """Return the next request, or None."""
         for seq in self._resumable:
-            if not seq.fence:
-                return seq
+            return seq
         if self._is_held:
             return None
         while (tenant := self._pop_tenant()) is not None:
@@ -191,7 +199,8 @@ class Admission:
             tier.value,
             reserved_percent=tier.reserved_percent,
             now=self._now,
-            committed=self._running.committed_cost,
+            # A request that runs for longer than expected owes nothing.
+            committed={k: max(0.0, cost) for k, cost in self._running.committed_cost.items()},
         )
 
     def _serve(self, tier: TierQueue, *, under_floor: bool = False) -> bool:
@@ -200,11 +209,21 @@ class Admission:
         Returns:
             Whether any was.
         """
-        candidates = Candidates(tier, self._tenants, self._now, is_held=self._is_held(tier))
+        preempted_now = self._preemptor.preempted
+        candidates = Candidates(
+            tier,
+            self._tenants,
+            self._now,
+            # Not who is still on the way out, nor who has left for somebody in this very step.
+            resumable=[s for s in tier.resumable if not s.fence and s not in preempted_now],
+            is_held=self._is_held(tier),
+        )
         heads: list[Sequence] = []
         served = False
         while (seq := candidates.next()) is not None:
-            reason = self._try(seq)
+            # Nobody is displaced for a request that is looked at past a blocked one.
+            is_head = all(head in self._promised for head in heads)
+            reason = self._try(seq, is_head=is_head)
             if reason in _OPEN:
                 served = True
                 self._pass(heads)
@@ -255,33 +274,34 @@ class Admission:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def _try(self, seq: Sequence) -> Reason:
+    def _try(self, seq: Sequence, *, is_head: bool) -> Reason:
         """Decide about one request; take others out for it where it may have that."""
         if not self._clip(seq):
             return Reason.OUT_OF_MEMORY
-        if seq.tenant.is_full:
-            return Reason.AT_CAP
         needs_slot = seq not in self._promised and self._places_left() <= 0
-        if needs_slot and not self._may_displace(seq):
-            return Reason.NO_SLOT
+        may_displace = is_head and self._may_displace(seq)
+        if seq.tenant.is_full or (needs_slot and not may_displace):
+            return Reason.AT_CAP if seq.tenant.is_full else Reason.NO_SLOT
         if not seq.host_table and not self._may_read(seq):
             return Reason.PARTIAL_PREFILLS
         need = self._memory.need(seq)
         reason = self._judge(seq, need)
         if (reason in _OPEN and not needs_slot) or reason in _FINAL:
             return reason
-        return self._make_room(seq, need, reason, needs_slot=needs_slot)
-
-    def _make_room(self, seq: Sequence, need: Need, reason: Reason, *, needs_slot: bool) -> Reason:
-        """Take others out for a request that lacks blocks, a place or both, if it may have that."""
         wish = Wish(
             seq=seq,
             blocks=need.additional,
             needs_slot=needs_slot,
             is_within_nominal=self._fits_nominal(seq, need),
         )
-        if not self._may_take(wish) or not self._preemptor.make_room_for(wish):
-            return Reason.NO_SLOT if needs_slot else reason
+        may_take = may_displace or self._may_reclaim(wish)
+        return self._make_room(wish, reason) if may_take else reason
+
+    def _make_room(self, wish: Wish, reason: Reason) -> Reason:
+        """Take others out for a request that lacks blocks, a place or both, if that is enough."""
+        seq = wish.seq
+        if not self._preemptor.make_room_for(wish):
+            return Reason.NO_SLOT if wish.needs_slot else reason
         reason = self._judge(seq, self._memory.need(seq))
         if reason not in _OPEN:  # what was taken arrives with the end of a copy
             self._promised[seq] = None
@@ -300,12 +320,9 @@ class Admission:
             seq.clip(most + 1, block_size=memory.pool.block_size)
         return seq.num_tokens <= most
 
-    def _may_take(self, wish: Wish) -> bool:
-        """Tell whether anybody could be taken out for a request, before looking for whom."""
+    def _may_reclaim(self, wish: Wish) -> bool:
         reclaims = wish.is_within_nominal and wish.seq.tenant.rule.preemption.reclaims
-        if reclaims and not wish.needs_slot and self._memory.ledger.has_borrowers:
-            return True
-        return self._may_displace(wish.seq)
+        return reclaims and not wish.needs_slot and self._memory.ledger.has_borrowers
 
     def _may_displace(self, seq: Sequence) -> bool:
         tenant = seq.tenant

@@ -88,7 +88,7 @@ class Preemptor:
     ) -> None:
         """Work on the scheduler's own state."""
         self.is_pressed = False
-        self.preempted: list[str] = []
+        self.preempted: dict[Sequence, None] = {}
         self._memory = memory
         self._running = running
         self._tenants = tenants
@@ -101,7 +101,7 @@ class Preemptor:
 
     def begin_step(self, decisions: list[Decision], now: float) -> None:
         """Begin to decide for a step; decisions are appended."""
-        self.preempted = []
+        self.preempted = {}
         self._decisions = decisions
         self._now = now
 
@@ -308,7 +308,7 @@ class Preemptor:
         if cause is Cause.PRESSURE:
             self.is_pressed = True
             self._forecast.lengths.note_preemption()
-        self.preempted.append(seq.request_id)
+        self.preempted[seq] = None
         self._decisions.append(
             Decision(
                 seq.request_id,

@@ -322,6 +322,8 @@ class Scheduler:
         self._ended = []
         self._stopped = []
         self._planned_at = now
+        for name in self._tenants.take_dropped():
+            self._forecast.lengths.forget(name)
         self._memory.begin_step()
         self._preemptor.begin_step(self._decisions, now)
 
@@ -403,7 +405,7 @@ class Scheduler:
             swap_in=tuple(self._memory.swap_in),
             num_open_fences=self._memory.num_open_fences,
             admitted=tuple(self._admission.admitted),
-            preempted=tuple(self._preemptor.preempted),
+            preempted=tuple(seq.request_id for seq in self._preemptor.preempted),
             ended=tuple(self._ended),
             expired=expired,
             stopped=tuple(self._stopped),

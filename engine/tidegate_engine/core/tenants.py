@@ -141,6 +141,7 @@ class TenantTable:
         self.counters = VirtualTokenCounters()
         self.tiers: dict[int, TierQueue] = {}
         self._tenants: dict[str, Tenant] = {}
+        self._dropped: list[str] = []
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._tenants.values())
@@ -198,6 +199,11 @@ class TenantTable:
         self.counters.leave(tenant.name, tenant.group)
         if not tenant.is_declared:
             self._drop(tenant)
+
+    def take_dropped(self) -> list[str]:
+        """Return whom nothing is known of any more since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     def apply_policy(self, snapshot: PolicySnapshot) -> None:
         """Put `snapshot` in force. Weights count from the next charge on."""
@@ -277,6 +283,7 @@ class TenantTable:
 
     def _drop(self, tenant: Tenant) -> None:
         del self._tenants[tenant.name]
+        self._dropped.append(tenant.name)
         self.counters.forget(tenant.name)
 
 

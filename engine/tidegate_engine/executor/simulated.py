@@ -84,7 +84,7 @@ class SimulatedExecutor:
             return StepResult()
         first_end = min(queue.first_end for queue in (self._outward, self._inward))
         self._clock.advance(first_end - now)
-        # Adding the difference to the time needn't give the end to the last bit.
+        # Clocks may wake a little early: at least one fence passes all the same.
         return StepResult(passed_fences=self._pass_fences(max(self._clock.now(), first_end)))
 
     def measure(self) -> ExecutorCosts:

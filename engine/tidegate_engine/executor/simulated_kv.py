@@ -12,6 +12,7 @@ from tidegate_engine.core.plan import PlanRow
 Content = tuple[int, ...]
 """A block's fingerprints, one for each of its tokens."""
 
+_VOID = 0
 _MAX_PREFIXES = 4096
 
 
@@ -41,7 +42,7 @@ class SimulatedKv:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         # By offset in the block, then by block.
-        self._fingerprints = [[0] * num_blocks for _ in range(block_size)]
+        self._fingerprints = [[_VOID] * num_blocks for _ in range(block_size)]
         self._last = self._fingerprints[-1]
         self._prefixes: dict[str, _Prefix] = {}
         # By block, whose prefixes it is in; maybe some that have been forgotten.
@@ -57,16 +58,20 @@ class SimulatedKv:
         size = len(columns)
         index, offset = divmod(position, size)
         before = columns[offset - 1][block_ids[index if offset else index - 1]] if position else 0
+        block, has_changed = 0, False
         for token in row.token_ids:
             before = hash((before, position, token))
             block = block_ids[index]
+            has_changed = columns[offset][block] != before
+            columns[offset][block] = before
             position += 1
             offset += 1
-            if offset < size:
-                columns[offset - 1][block] = before
-            else:
-                self._set_last(block, before)
+            if offset == size:
+                if has_changed:
+                    self._forget_readers(block)
                 index, offset = index + 1, 0
+        if offset and has_changed:
+            self._void(block, offset)
 
     def read(self, row: PlanRow) -> int:
         """Return a digest of everything up to the row's last token.
@@ -117,9 +122,11 @@ class SimulatedKv:
         prefix = self._prefixes[request_id] = _Prefix(table)
         return prefix
 
-    def _set_last(self, block: int, fingerprint: int) -> None:
-        if self._last[block] != fingerprint:
-            self._last[block] = fingerprint
+    def _void(self, block: int, offset: int) -> None:
+        """Take away what is in a block from an offset on: it followed upon another token."""
+        if self._fingerprints[offset][block] != _VOID:
+            for column in self._fingerprints[offset:]:
+                column[block] = _VOID
             self._forget_readers(block)
 
     def _forget_readers(self, block: int) -> None:
