@@ -105,9 +105,8 @@ def test_each_token_overwritten_by_another_request_changes_the_next_token(
     expected = generation(steps).run(3)
     disturbed = generation(steps)
     assert disturbed.run(2) == expected[:2]
-    intruder = Generation(steps, [*disturbed.tokens[:position], 77], [*TABLE], computed=position)
-    intruder.run(1)
-    disturbed.request_id = "back"
+    tokens = [*disturbed.tokens[:position], 77]
+    Generation(steps, tokens, [*TABLE], request_id="intruder", computed=position).run(1)
     assert disturbed.run(1) != expected[2:]
 
 
@@ -130,12 +129,14 @@ def test_a_block_computed_behind_another_prefix_is_another_block(steps: Steps) -
     assert mixed.run(4) != output
 
 
-def test_a_token_written_again_changes_nothing(steps: Steps) -> None:
-    output = generation(steps).run(4)
-    again = generation(steps)
-    again.run(3)
-    again.computed = 7  # the last token of a full block
-    assert again.run(1) == output[3:]
+@pytest.mark.parametrize("position", range(10))
+def test_a_token_written_again_changes_nothing(steps: Steps, position: int) -> None:
+    output = generation(steps).run(3)
+    going_on = generation(steps)
+    going_on.run(2)
+    tokens = going_on.tokens[: position + 1]
+    Generation(steps, tokens, [*TABLE], request_id="sharer", computed=position).run(1)
+    assert going_on.run(1) == output[2:]
 
 
 def test_only_the_covered_part_of_a_block_is_read(steps: Steps) -> None:
