@@ -130,25 +130,22 @@ class KvLedger:
     def available(self, tenant: str, free: int) -> int:
         """Return the most blocks that `tenant` may take now when `free` blocks are free.
 
-        Within its nominal it takes whatever is free. Above that it borrows: it stays at or below
-        its cap, and leaves free what is kept from it.
+        What it takes leaves free what is kept from it, even within its nominal: while that is lent
+        out, the free blocks may be another owner's, and borrowers have to give back first. Above
+        its nominal it stays at or below its cap, too.
         """
         limits = self._limits.get(tenant, self._without_quota)
         used = self._used.get(tenant, 0)
-        borrowable = min(limits.cap - used, free - self._num_kept + limits.kept(used))
-        return max(0, borrowable, min(limits.nominal - used, free))
+        unkept = free - self._num_kept + limits.kept(used)
+        return max(0, min(limits.cap - used, unkept))
 
     def can_take(self, tenant: str, blocks: int, *, free: int) -> bool:
         """Tell whether so many blocks are `available`; asked for every block of every decode."""
         limits = self._limits.get(tenant, self._without_quota)
         used = self._used.get(tenant, 0)
-        nominal = limits.nominal
-        after = used + blocks
-        if after <= nominal:
-            return blocks <= free
-        own_kept = limits.kept(used) if used < nominal else 0
-        is_borrowable = after <= limits.cap and blocks <= free - self._num_kept + own_kept
-        return is_borrowable or not blocks
+        own_kept = limits.kept(used) if used < limits.nominal else 0
+        is_available = blocks <= free - self._num_kept + own_kept and used + blocks <= limits.cap
+        return is_available or not blocks
 
     def take(self, tenant: str, blocks: int) -> None:
         """Book blocks that `tenant` was given."""

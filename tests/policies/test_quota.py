@@ -59,14 +59,17 @@ def test_a_tenants_own_kept_blocks_are_not_kept_from_itself() -> None:
     assert not ledger.can_take("gold", 71, free=100)
 
 
-def test_within_its_nominal_a_tenant_takes_whatever_is_free() -> None:
+def test_within_its_nominal_a_tenant_takes_no_free_blocks_that_are_kept_for_another() -> None:
     ledger = ledger_of(
         {"batch": 70},
         gold=KvQuota(nominal_percent=30),
         silver=KvQuota(nominal_percent=30, lendable_percent=0),
     )
-    assert ledger.available("gold", 30) == 30
-    assert ledger.available("gold", 12) == 12
+    # What was lent out is gold's; the free blocks are silver's, who lends nothing.
+    assert ledger.available("gold", 30) == 0
+    assert ledger.available("silver", 30) == 30
+    ledger.give_back("batch", 10)
+    assert ledger.available("gold", 40) == 10
     assert ledger.fits_nominal("gold", 30)
     assert not ledger.fits_nominal("gold", 31)
 

@@ -386,7 +386,10 @@ class Admission:
             return Reason.WATERMARK
         room = memory.gate.high_blocks - memory.ledger.kept_from(seq.tenant.name)
         beside = [other for other in self._running if self._stays(other, seq)]
-        if self._forecast.peak_blocks([*beside, *self._running.arriving, seq]) >= room:
+        beside += self._running.arriving
+        if not beside:
+            return None
+        if self._forecast.peak_blocks([*beside, seq]) >= room:
             return Reason.PREDICTED_PEAK
         return None
 

@@ -231,12 +231,13 @@ class Preemptor:
                 name = option.candidate.tenant
                 released[name] = released.get(name, 0) + option.candidate.blocks
         freed = sum(released.values())
-        if not memory.what_if(released).can_take(
-            seq.tenant.name, wish.blocks, free=memory.free_in_time(seq) + freed
-        ):
+        ledger = memory.what_if(released)
+        free = memory.free_in_time(seq) + freed
+        if not ledger.can_take(seq.tenant.name, wish.blocks, free=free):
             return False
-        usage = memory.num_settled - freed
-        return wish.is_within_nominal or memory.gate.has_room(usage, wish.blocks)
+        # While nobody else borrows, the watermarks gate nobody.
+        is_ungated = wish.is_within_nominal or not ledger.has_borrowers
+        return is_ungated or memory.gate.has_room(memory.num_settled - freed, wish.blocks)
 
     def _under_pressure(self, options: Ordered[_Option]) -> Sequence:
         victim = choose_pressure_victim([option.candidate for option in options])

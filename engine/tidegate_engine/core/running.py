@@ -134,7 +134,7 @@ class Running:
             if seq.is_decoding or seq.phase is not Phase.RUNNING:
                 raise AssertionError(f"{seq.request_id} is no prefill")
         for seq in self.arriving:
-            if seq.phase is not Phase.SWAPPED or not seq.fence:
+            if seq.phase is not Phase.SWAPPED:
                 raise AssertionError(f"{seq.request_id} is not on its way in")
 
     def _add_decode(self, seq: Sequence) -> None:

@@ -309,6 +309,9 @@ class Scheduler:
             owed = sum(s.uncharged_prompt_tokens for s in own if s.phase is Phase.RUNNING)
             if owed != tenant.admitted_prompt_tokens:
                 raise AssertionError(f"{tenant.name} is to pay {owed} prompt tokens")
+        landed = {seq for seq in self._running.arriving if not seq.fence}
+        if landed != set(self._joining):
+            raise AssertionError(f"{len(landed)} requests are back, {len(self._joining)} join")
         for seq in self._live.values():
             if seq.num_tokens != len(seq.token_ids):
                 raise AssertionError(f"{seq.request_id} miscounts its tokens")
