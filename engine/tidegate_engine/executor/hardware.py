@@ -177,15 +177,15 @@ H200 = Gpu(
     link_seconds=8e-6,
 )
 
-# Fitted by `step_cost.fit_gpu` to what the PyTorch engine measured of SmolLM2 in float32 on one
-# thread of a 2-core Xeon with AVX-512: medians of four measurements, in CPU time.
+# Fitted by `step_cost.fit_gpu` to what the PyTorch executor measured of SmolLM2 in float32 on one
+# thread of a 2-core Xeon with AVX-512, while others used the cores too: medians of eight.
 CPU_2_CORES = Gpu(
     name="CPU-2-cores",
-    flops_per_second=190e9,
-    memory_bytes_per_second=6e9,
+    flops_per_second=200e9,
+    memory_bytes_per_second=5.4e9,
     memory_bytes=8e9,
-    host_bytes_per_second=8.5e9,
-    step_overhead_seconds=0.020,
+    host_bytes_per_second=8e9,
+    step_overhead_seconds=0.013,
     compute_efficiency=1.0,
     memory_efficiency=1.0,
     has_overlap=False,
