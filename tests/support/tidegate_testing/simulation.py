@@ -1,6 +1,6 @@
 """A scheduler on simulated hardware and in virtual time, watched from outside."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.decisions import Decision, Verdict
@@ -26,13 +26,13 @@ class WatchedExecutor:
     Attributes:
         plans: Every executed one, in order.
         copying: The swaps in flight, by fence.
-        tables: The block table of every request with a row in the newest plan.
+        at_execution: Called while a plan is executed: what happens in a step's midst.
     """
 
     def __init__(self, inner: Executor) -> None:
         self.plans: list[StepPlan] = []
         self.copying: dict[int, SwapCopy] = {}
-        self.tables: dict[str, list[int]] = {}
+        self.at_execution: Callable[[], None] | None = None
         self._inner = inner
 
     @property
@@ -44,8 +44,9 @@ class WatchedExecutor:
         """Carry out one plan."""
         self.plans.append(plan)
         self.copying |= {swap.fence: swap for swap in (*plan.swap_out, *plan.swap_in)}
-        self.tables = {row.request_id: [*row.block_ids] for row in plan.rows}
         result = self._inner.execute(plan)
+        if self.at_execution is not None:
+            self.at_execution()
         for fence in result.passed_fences:
             del self.copying[fence]
         return result
