@@ -11,7 +11,6 @@ from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import BLOCK_SIZE, Simulation, a_simulation, output_alone
 from tidegate_testing.simulation_load import a_load, requests_of, steady_cost
 
-MAX_PREEMPTIONS = 3
 STEPS_TO_PROGRESS = 50
 
 ESTIMATES = pytest.mark.parametrize("estimate", list(KvEstimate))
@@ -19,9 +18,14 @@ MODES = pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMod
 
 
 def an_engine(
-    mode: PreemptionMode, estimate: KvEstimate, *, blocks: int, check_every: int = 1
+    mode: PreemptionMode,
+    estimate: KvEstimate,
+    *,
+    blocks: int,
+    max_preemptions: int = 3,
+    check_every: int = 1,
 ) -> Simulation:
-    rule = PreemptionRule(mode=mode, max_preemptions=MAX_PREEMPTIONS)
+    rule = PreemptionRule(mode=mode, max_preemptions=max_preemptions)
     return a_simulation(
         a_snapshot(a_tenant(preemption=rule), kv_estimate=estimate),
         blocks=blocks,
@@ -36,12 +40,14 @@ class Crowd:
     """Six requests of one tenant that would need 246 blocks together, where there are 100.
 
     Attributes:
+        max_preemptions: Allowed of each.
         computed: Tokens computed for them, those that were computed again included.
         recomputed: Of these, tokens that had been computed before.
     """
 
     simulation: Simulation
     requests: list[Request]
+    max_preemptions: int
     computed: int
     recomputed: int
 
@@ -51,16 +57,20 @@ class Crowd:
             trace = self.simulation.log.requests[request.request_id]
             assert trace.finish_reason is FinishReason.LENGTH
             assert len(trace.token_ids) == request.max_output_tokens
-            assert trace.preemptions <= MAX_PREEMPTIONS
+            assert trace.preemptions <= self.max_preemptions
         standing = 0
         for plan in self.simulation.plans:
             standing = 0 if any(row.samples for row in plan.rows) else standing + 1
             assert standing < STEPS_TO_PROGRESS
 
 
-def a_crowd(mode: PreemptionMode, estimate: KvEstimate, *, history: int) -> Crowd:
+def a_crowd(
+    mode: PreemptionMode, estimate: KvEstimate, *, history: int, max_preemptions: int = 3
+) -> Crowd:
     """Let as many requests of 300 output tokens end, then send the six, and let them end, too."""
-    simulation = an_engine(mode, estimate, blocks=100, check_every=5)
+    simulation = an_engine(
+        mode, estimate, blocks=100, max_preemptions=max_preemptions, check_every=5
+    )
     simulation.accept(*a_load("acme", history, prompt=16, output=300, name="past"))
     simulation.drain()
     past_steps = len(simulation.plans)
@@ -75,6 +85,7 @@ def a_crowd(mode: PreemptionMode, estimate: KvEstimate, *, history: int) -> Crow
     return Crowd(
         simulation,
         requests,
+        max_preemptions,
         computed=sum(len(row.token_ids) for row in rows),
         recomputed=recomputed - past_recomputed,
     )
@@ -105,10 +116,11 @@ def test_without_any_history_the_longest_outputs_are_expected_and_nobody_is_take
 
 
 @MODES
+@pytest.mark.parametrize("max_preemptions", [1, 3])
 def test_an_optimist_pays_for_more_company_with_preemptions_and_gets_through(
-    mode: PreemptionMode,
+    mode: PreemptionMode, max_preemptions: int
 ) -> None:
-    crowd = a_crowd(mode, KvEstimate.OPTIMISTIC, history=0)
+    crowd = a_crowd(mode, KvEstimate.OPTIMISTIC, history=0, max_preemptions=max_preemptions)
 
     crowd.assert_all_got_through()
     assert len(crowd.simulation.preempted()) > 2
