@@ -21,8 +21,8 @@ from tidegate_engine.core.request import (
     Request,
     TokenOutput,
 )
-from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.core.sequence import Phase
+from tidegate_engine.core.step_scheduler import StepScheduler
 from tidegate_engine.events import (
     CancelCause,
     CancelKey,
@@ -84,7 +84,7 @@ class EngineLoop:
     def __init__(
         self,
         *,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         executor: Executor,
         listener: EngineListener,
         clock: Callable[[], float],

@@ -8,7 +8,8 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -21,6 +22,8 @@ from redis.backoff import NoBackoff
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.scheduler import Scheduler
+from tidegate_engine.core.static_batching import StaticScheduler
+from tidegate_engine.core.step_scheduler import StepScheduler
 from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.parts import Parts, load_parts
 from tidegate_engine.policy_source import PolicySource, ed25519_verifier
@@ -133,9 +136,12 @@ def _listen(settings: Settings) -> socket.socket:
     return socket.create_server(address, family=family, backlog=_BACKLOG)
 
 
-def _scheduler(settings: Settings, parts: Parts, costs: ExecutorCosts) -> Scheduler:
+def _scheduler(settings: Settings, parts: Parts, costs: ExecutorCosts) -> StepScheduler:
     capacity = parts.executor.capacity
-    return Scheduler(
+    build: Callable[..., StepScheduler] = Scheduler
+    if settings.batching != "continuous":
+        build = partial(StaticScheduler, is_bucketed=settings.batching == "bucketed")
+    return build(
         num_blocks=capacity.num_blocks,
         block_size=capacity.block_size,
         num_host_blocks=capacity.num_host_blocks,

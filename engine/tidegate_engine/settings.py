@@ -87,6 +87,9 @@ class Settings(BaseSettings):
             anew instead. By default half as many as in the pool.
         block_size: Tokens in a KV block: small ones waste less at the end of each sequence, large
             ones make shorter tables.
+        batching: `continuous`; or, to compare it with, `static` (a batch is collected and runs
+            until all of it has finished) or `bucketed` (the same with prompts of like length).
+            Those know neither tenants nor tiers.
         max_num_seqs: Most requests in one step, unless the policy sets it.
         max_batched_tokens: Most tokens in one step, unless the policy sets it. Smaller steps keep
             the time between two tokens short while prompts are read.
@@ -123,6 +126,7 @@ class Settings(BaseSettings):
     kv_blocks: Positive = 1024
     host_kv_blocks: Annotated[int, Field(ge=0)] | None = None
     block_size: Positive = 16
+    batching: Literal["continuous", "static", "bucketed"] = "continuous"
     max_num_seqs: Positive = 32
     max_batched_tokens: Positive = 256
     max_waiting: Positive = 10_000

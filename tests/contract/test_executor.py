@@ -206,7 +206,6 @@ def touching_row(block: int) -> PlanRow:
     ("parts", "problem"),
     [
         ({"rows": (touching_row(5),)}, "row of request r: device block 5 belongs"),
-        ({"copies": (BlockCopy(5, 9),)}, "copy: device block 5 belongs"),
         ({"copies": (BlockCopy(9, 5),)}, "copy: device block 5 belongs"),
         ({"copies": (BlockCopy(9, 64),)}, r"copy: device block 64 isn't in \[0, 64\)"),
         ({"swap_in": (SwapCopy(2, "s", (5,), (1,)),)}, "swap 2 of request s: device block 5 be"),
@@ -230,6 +229,18 @@ def test_a_plan_that_touches_a_block_of_its_swap_does_nothing(
     steps.run(swap_out=[swap])
     steps.wait_for(1)
     assert steps.passed == [1]
+
+
+def test_a_block_on_its_way_to_the_host_may_be_read_and_swapped_out_once_more(
+    steps: Steps,
+) -> None:
+    kept = Generation(steps, [*PROMPT], [5, 9, 6, 7])
+    before = kept.run(2)
+    steps.run(swap_out=[SwapCopy(1, "a", (5,), (0,)), SwapCopy(2, "b", (5,), (1,))])
+    assert before + kept.run(4) == alone(steps, PROMPT, 6)
+    steps.wait_for(1)
+    steps.wait_for(2)
+    assert sorted(steps.passed) == [1, 2]
 
 
 # -- costs -----------------------------------------------------------------------------------------

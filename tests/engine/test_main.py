@@ -195,6 +195,20 @@ def test_a_port_in_use_is_named(publisher: Publisher, tmp_path: Path) -> None:
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize("batching", ["static", "bucketed"])
+def test_an_engine_can_batch_as_the_baselines_do(
+    publisher: Publisher, tmp_path: Path, batching: str
+) -> None:
+    publisher.publish(POLICY, 1)
+    with an_engine_process(publisher, tmp_path, TIDEGATE_BATCHING=batching) as engine:
+        engine.wait_until_ready()
+        with engine.openai() as client:
+            answer = client.completions.create(model="simulated", prompt="Hello", max_tokens=7)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 7
+        assert engine.terminate() == 0
+
+
 @pytest.mark.model
 def test_a_real_model_answers_a_question(publisher: Publisher, tmp_path: Path) -> None:
     publisher.publish(POLICY, 1)

@@ -1,115 +1,25 @@
 """Who joins the batch next: by tier, then tenant, then request, if KV and places allow.
 
-A request within its tenant's nominal is let in whatever others hold; above it, only while the
-watermark gate is open and the predicted peak of all that run stays under the high watermark. What
-a waiting request lacks may be taken from running ones by the `Preemptor`.
+What the `KvGate` lets in comes in. What a waiting request lacks may be taken from running ones by
+the `Preemptor`; what that frees is promised to the request, which comes first until it is in.
 """
 
-from collections.abc import Iterable, Iterator
-
 from tidegate_engine.core.batch import in_service_order, share_out
+from tidegate_engine.core.candidates import Candidates
 from tidegate_engine.core.decisions import Decision, Reason, Verdict
 from tidegate_engine.core.forecast import Forecast
-from tidegate_engine.core.kv_memory import KvMemory, Need
+from tidegate_engine.core.kv_gate import FINAL, OPEN, KvGate
+from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.preemptor import Preemptor, Wish
 from tidegate_engine.core.queues import TierQueue
 from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Sequence
-from tidegate_engine.core.tenants import Tenant, TenantTable
-from tidegate_policies.admission import Watermark
+from tidegate_engine.core.tenants import TenantTable
 from tidegate_policies.tiers import TierShares
 
 MAX_BACKFILL = 8
 """Requests looked at behind a blocked head, and let past it before it may wait no longer."""
-
-RESUME_QUANTUM_TOKENS = 16
-"""A preempted request borrows again only when its context and so many tokens more fit."""
-
-_OPEN = (Reason.WITHIN_NOMINAL, Reason.BORROWING)
-_FINAL = (Reason.AT_CAP, Reason.PREDICTED_PEAK, Reason.BEHIND_HEAD)
-"""What no preemption would change."""
-
-
-class Candidates:
-    """The waiting requests of one tier in the order of service, for one step."""
-
-    def __init__(
-        self,
-        tier: TierQueue,
-        tenants: TenantTable,
-        now: float,
-        *,
-        resumable: Iterable[Sequence],
-        is_held: bool,
-    ) -> None:
-        """Begin with the preempted requests, those of the least served tenant first.
-
-        Args:
-            tier: Whose.
-            tenants: Where tenants get their places back.
-            resumable: The preempted requests that may be looked at.
-            now: On the scheduler's clock.
-            is_held: Whether the requests that were never admitted wait for a batch to fill.
-        """
-        self._tier = tier
-        self._tenants = tenants
-        self._now = now
-        self._is_held = is_held
-        self._resumable = iter(
-            sorted(resumable, key=lambda s: (s.tenant.key, s.tenant.name, s.arrival))
-        )
-        self._queues: dict[str, Iterator[Sequence]] = {}
-        self._aside: list[Tenant] = []
-        self._passed: list[Tenant] = []
-        self._tenant: Tenant | None = None
-
-    def next(self) -> Sequence | None:
-        """Return the next request, or None."""
-        for seq in self._resumable:
-            return seq
-        if self._is_held:
-            return None
-        while (tenant := self._pop_tenant()) is not None:
-            queue = self._queues.get(tenant.name)
-            if queue is None:
-                queue = self._queues[tenant.name] = tenant.queue.in_order(self._now)
-            following = next(queue, None)
-            if following is not None:
-                self._tenant = tenant
-                return following
-            self._passed.append(tenant)
-        return None
-
-    def settle(self, reason: Reason) -> None:
-        """Give the tenant of the last request its place, now that it is decided about that.
-
-        A tenant whose request is blocked comes after all others in this step; one that its own
-        limit keeps out comes not at all until one of its own requests has ended.
-        """
-        tenant, self._tenant = self._tenant, None
-        if tenant is None:
-            return
-        if reason is Reason.AT_CAP:
-            self._tenants.park(tenant)
-        elif reason in _OPEN:
-            self._tenants.relist(tenant)
-        else:
-            self._aside.append(tenant)
-
-    def close(self) -> None:
-        """Give all tenants that were looked through their places back."""
-        for tenant in (*self._passed, *self._aside):
-            self._tenants.relist(tenant)
-
-    def _pop_tenant(self) -> Tenant | None:
-        tenant = self._tier.pop_tenant()
-        if tenant is None and self._aside:
-            for blocked in self._aside:
-                self._tenants.relist(blocked)
-            self._aside = []
-            tenant = self._tier.pop_tenant()
-        return tenant
 
 
 class Admission:
@@ -128,21 +38,24 @@ class Admission:
         running: Running,
         tenants: TenantTable,
         forecast: Forecast,
+        gate: KvGate,
         shares: TierShares,
         preemptor: Preemptor,
     ) -> None:
         """Work on the scheduler's own state."""
         self.admitted: list[str] = []
-        self.hopeless: list[Sequence] = []
+        self.hopeless: dict[Sequence, None] = {}
         self.wake_at: float | None = None
         self._memory = memory
         self._running = running
         self._tenants = tenants
         self._forecast = forecast
+        self._gate = gate
         self._shares = shares
         self._preemptor = preemptor
         self._admissions = 0
         self._promised: dict[Sequence, None] = {}
+        self._floor_heads: list[Sequence] = []
         self._limits = EngineLimits()
         self._budget = 0
         self._now = 0.0
@@ -152,8 +65,9 @@ class Admission:
     def begin_step(self, decisions: list[Decision], limits: EngineLimits, now: float) -> None:
         """Begin to decide for a step; decisions are appended."""
         self.admitted = []
-        self.hopeless = []
+        self.hopeless = {}
         self.wake_at = None
+        self._floor_heads = []
         self._may_borrow = True
         self._decisions = decisions
         self._limits = limits
@@ -164,6 +78,7 @@ class Admission:
         self._budget = budget
         if not any(tier.has_work for tier in self._tenants.tiers.values()):
             return
+        self._keep_promises()
         for tier in self._below_floor():
             while self._is_below_floor(tier) and self._serve(tier, under_floor=True):
                 pass
@@ -181,6 +96,20 @@ class Admission:
         for seq in self._promised:
             self._memory.unreserve(seq)
         self._promised = {}
+
+    def _keep_promises(self) -> None:
+        """Let in those for whom others were taken out, before anybody else can take their place.
+
+        A promise holds no longer than until the copies for its sake have ended: should the request
+        still not get in then, what was kept for it is for all.
+        """
+        for seq in list(self._promised):
+            reason = self._try(seq, is_head=False)
+            if reason in OPEN:
+                self._start(seq, reason)
+            elif not seq.incoming_blocks:
+                del self._promised[seq]
+                self._memory.unreserve(seq)
 
     # -- tiers -----------------------------------------------------------------------------------
 
@@ -221,30 +150,34 @@ class Admission:
         heads: list[Sequence] = []
         served = False
         while (seq := candidates.next()) is not None:
+            if seq in self._promised:
+                candidates.settle(Reason.NO_BLOCKS)
+                continue
             # Nobody is displaced for a request that is looked at past a blocked one.
-            is_head = all(head in self._promised for head in heads)
-            reason = self._try(seq, is_head=is_head)
-            if reason in _OPEN:
+            reason = self._try(seq, is_head=not heads)
+            if reason in OPEN:
                 served = True
                 self._pass(heads)
                 self._start(seq, Reason.UNDER_FLOOR if under_floor else reason)
             elif reason is Reason.OUT_OF_MEMORY:
-                self.hopeless.append(seq)
-            elif reason is not Reason.AT_CAP:
+                self.hopeless[seq] = None
+            elif reason is not Reason.AT_CAP and seq not in self._promised:
                 heads.append(seq)
                 self._hold(seq, reason)
             candidates.settle(reason)
             if reason is Reason.NO_SLOT or len(heads) > MAX_BACKFILL or (served and under_floor):
                 break
         candidates.close()
-        if heads and not under_floor:
+        if under_floor:
+            self._floor_heads += heads[:1]
+        elif heads:
             # Lower tiers get only what is their tenants' own: backfill never crosses tiers.
             self._may_borrow = False
         return served
 
     def _pass(self, heads: list[Sequence]) -> None:
-        """Note that a request is let in past these."""
-        for head in heads:
+        """Note that a request is let in past these, and past those that are due for their floor."""
+        for head in {**dict.fromkeys(heads), **dict.fromkeys(self._floor_heads)}:
             head.skips += 1
 
     def _hold(self, seq: Sequence, reason: Reason) -> None:
@@ -276,7 +209,7 @@ class Admission:
 
     def _try(self, seq: Sequence, *, is_head: bool) -> Reason:
         """Decide about one request; take others out for it where it may have that."""
-        if not self._clip(seq):
+        if not self._gate.clip(seq):
             return Reason.OUT_OF_MEMORY
         needs_slot = seq not in self._promised and self._places_left() <= 0
         may_displace = is_head and self._may_displace(seq)
@@ -285,14 +218,14 @@ class Admission:
         if not seq.host_table and not self._may_read(seq):
             return Reason.PARTIAL_PREFILLS
         need = self._memory.need(seq)
-        reason = self._judge(seq, need)
-        if (reason in _OPEN and not needs_slot) or reason in _FINAL:
+        reason = self._gate.judge(seq, need, may_borrow=self._may_borrow)
+        if (reason in OPEN and not needs_slot) or reason in FINAL:
             return reason
         wish = Wish(
             seq=seq,
             blocks=need.additional,
             needs_slot=needs_slot,
-            is_within_nominal=self._fits_nominal(seq, need),
+            is_within_nominal=self._gate.fits_nominal(seq, need),
         )
         may_take = may_displace or self._may_reclaim(wish)
         return self._make_room(wish, reason) if may_take else reason
@@ -302,23 +235,11 @@ class Admission:
         seq = wish.seq
         if not self._preemptor.make_room_for(wish):
             return Reason.NO_SLOT if wish.needs_slot else reason
-        reason = self._judge(seq, self._memory.need(seq))
-        if reason not in _OPEN:  # what was taken arrives with the end of a copy
+        need = self._memory.need(seq)
+        reason = self._gate.judge(seq, need, may_borrow=self._may_borrow)
+        if reason not in OPEN:  # what was taken arrives with the end of a copy
             self._promised[seq] = None
         return reason
-
-    def _clip(self, seq: Sequence) -> bool:
-        """Shorten what a policy in force leaves too little room for.
-
-        Returns:
-            Whether the context as it is has room at all.
-        """
-        memory, tenant = self._memory, seq.tenant
-        preemptible = tenant.rule.preemption.preemptible
-        most = memory.cap_tokens(tenant.name, is_preemptible=preemptible)
-        if seq.max_tokens > most + 1:  # the last output token is never cached
-            seq.clip(most + 1, block_size=memory.pool.block_size)
-        return seq.num_tokens <= most
 
     def _may_reclaim(self, wish: Wish) -> bool:
         reclaims = wish.is_within_nominal and wish.seq.tenant.rule.preemption.reclaims
@@ -345,68 +266,11 @@ class Admission:
             return False
         most = self._limits.max_partial_prefills
         shares = share_out(together, budget=self._budget, max_partial=most)
-        return sum(1 for other in together if shares[other] < other.pending_tokens) <= most
-
-    def _judge(self, seq: Sequence, need: Need) -> Reason:
-        """Hold a request against quotas, watermarks and the predicted peak."""
-        memory, tenant = self._memory, seq.tenant
-        ledger = memory.ledger
-        has_blocks = ledger.can_take(tenant.name, need.additional, free=memory.free_for(seq))
-        if self._fits_nominal(seq, need):
-            return Reason.WITHIN_NOMINAL if has_blocks else Reason.NO_BLOCKS
-        used, cap = ledger.used(tenant.name), ledger.cap(tenant.name)
-        if not tenant.rule.preemption.preemptible or (
-            used and used + self._final_blocks(seq) - need.shared > cap
-        ):
-            return Reason.AT_CAP
-        if not self._may_borrow:
-            return Reason.BEHIND_HEAD
-        # While nobody else borrows, the watermarks gate nobody.
-        if ledger.has_borrowers:
-            closed = self._gate(seq, need)
-            if closed is not None:
-                return closed
-        return Reason.BORROWING if has_blocks else Reason.NO_BLOCKS
-
-    def _gate(self, seq: Sequence, need: Need) -> Reason | None:
-        """Return what closes the way to borrowed blocks, or None."""
-        memory = self._memory
-        usage = memory.num_settled
-        if self._preemptor.is_pressed:
-            return Reason.WATERMARK
-        if seq.preemptions:
-            quantum = memory.pool.blocks_for(RESUME_QUANTUM_TOKENS)
-            if usage + need.additional + quantum > memory.gate.low_blocks:
-                return Reason.NOT_RESUMABLE
-        elif (
-            memory.gate.state is not Watermark.GREEN
-            or usage >= memory.gate.low_blocks  # by what this step has admitted already
-            or usage + need.additional >= memory.gate.high_blocks
-        ):
-            return Reason.WATERMARK
-        room = memory.gate.high_blocks - memory.ledger.kept_from(seq.tenant.name)
-        beside = [other for other in self._running if self._stays(other, seq)]
-        beside += self._running.arriving
-        if not beside:
-            return None
-        if self._forecast.peak_blocks([*beside, seq]) >= room:
-            return Reason.PREDICTED_PEAK
-        return None
-
-    def _stays(self, other: Sequence, seq: Sequence) -> bool:
-        """Tell whether a running request counts against `seq`: lower tiers will yield to it."""
-        tenant = seq.tenant
-        return not tenant.tier.preempts_lower or other.tenant.tier_value >= tenant.tier_value
-
-    def _fits_nominal(self, seq: Sequence, need: Need) -> bool:
-        """Tell whether `seq` stays within its tenant's nominal until its end."""
-        ledger, tenant = self._memory.ledger, seq.tenant
-        if not tenant.rule.preemption.preemptible:
-            return tenant.committed_blocks + seq.most_blocks <= ledger.nominal(tenant.name)
-        return ledger.fits_nominal(tenant.name, self._final_blocks(seq) - need.shared)
-
-    def _final_blocks(self, seq: Sequence) -> int:
-        return self._memory.pool.blocks_for(self._forecast.final_tokens(seq))
+        if sum(1 for other in together if shares[other] < other.pending_tokens) <= most:
+            return True
+        # Nor do the further prompts of a tenant keep others from beginning their first.
+        reading = {other.tenant.name for other in ahead}
+        return seq.tenant.name not in reading and len(reading) < most
 
     def _places_left(self) -> int:
         # More requests than a step has tokens could not all be decoded in it.

@@ -1,6 +1,9 @@
 """What is decided about a request when it arrives: let it queue, or say why not."""
 
+from tidegate_engine.core.prefix_cache import BlockKeys
 from tidegate_engine.core.request import Rejection, RejectionCode, Request
+from tidegate_engine.core.sequence import Sequence
+from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
 from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.snapshot import StopPolicy
 
@@ -76,7 +79,53 @@ def refuse_for_queue(
     )
 
 
-def output_limit(request: Request, tenant: Tenant, *, cap_tokens: int) -> int:
+def new_sequence(
+    request: Request,
+    tenant: Tenant,
+    *,
+    arrival: int,
+    now: float,
+    cap_tokens: int,
+    block_size: int,
+    step_times: StepTimeModel,
+) -> Sequence:
+    """Begin the life of a request that is let in to queue.
+
+    Args:
+        request: The arrival.
+        tenant: Who sent it.
+        arrival: Its number.
+        now: On the scheduler's clock.
+        cap_tokens: The longest context that the tenant could ever hold in KV memory.
+        block_size: Tokens in a KV block.
+        step_times: What reading its prompt will take, to tell by when it has to begin.
+    """
+    length = len(request.prompt_ids)
+    max_output_tokens = _output_limit(request, tenant, cap_tokens=cap_tokens)
+    seq = Sequence(
+        request=request,
+        request_id=request.request_id,
+        tenant=tenant,
+        arrival=arrival,
+        arrived_at=now,
+        max_output_tokens=max_output_tokens,
+        max_tokens=length + max_output_tokens,
+        most_blocks=-(-(length + max_output_tokens - 1) // block_size),
+        token_ids=list(request.prompt_ids),
+        num_tokens=length,
+        stop_token_ids=request.stop_token_ids,
+        sampling=request.sampling,
+        keys=BlockKeys(tenant.root, block_size),
+    )
+    ttft_seconds = request.ttft_seconds or tenant.rule.service.ttft_seconds
+    if ttft_seconds is not None:
+        prefill = StepFeatures(length, 0, 0, length * (length + 1) // 2)
+        seq.deadline = now + ttft_seconds
+        seq.latest_start = seq.deadline - step_times.predict(prefill)
+    return seq
+
+
+def _output_limit(request: Request, tenant: Tenant, *, cap_tokens: int) -> int:
     """Return the most output tokens that the request can get, at least 1."""
     # The last output token is never cached, hence one more than the context has room for.
     room = cap_tokens - len(request.prompt_ids) + 1

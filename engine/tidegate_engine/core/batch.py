@@ -5,6 +5,7 @@ OSDI 2024, sections 4.1 to 4.3: decodes first, then as much of the prompts as th
 Here several prompts may be half read at a time, so that a short one need not wait for a long one.
 """
 
+from collections import Counter
 from collections.abc import Sequence as Ordered
 
 from tidegate_engine.core.limits import EngineLimits
@@ -12,6 +13,7 @@ from tidegate_engine.core.plan import PlanRow
 from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Sequence
 from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
+from tidegate_engine.core.tenants import Tenant
 
 
 def prefill_budget(running: Running, limits: EngineLimits, step_times: StepTimeModel) -> int:
@@ -32,6 +34,19 @@ def prefill_budget(running: Running, limits: EngineLimits, step_times: StepTimeM
         start=max((seq.computed_tokens for seq in running.prefilling), default=0),
     )
     return min(budget, max(within_target, limits.prefill_chunk_min))
+
+
+def prefill_shares(
+    running: Running, limits: EngineLimits, step_times: StepTimeModel
+) -> dict[Sequence, int]:
+    """Return how many tokens of each prompt the next step computes."""
+    if not running.prefilling:
+        return {}
+    return share_out(
+        in_service_order(running),
+        budget=prefill_budget(running, limits, step_times),
+        max_partial=limits.max_partial_prefills,
+    )
 
 
 def share_out(
@@ -68,8 +83,17 @@ def share_out(
 
 
 def in_service_order(running: Running) -> list[Sequence]:
-    """Return the prompts being read: higher tiers first, then by admission."""
-    return sorted(running.prefilling, key=lambda seq: (-seq.tenant.tier_value, seq.admission))
+    """Return the prompts being read: higher tiers first, then by turns of the tenants.
+
+    Each tenant's first prompt comes before any tenant's second; else by admission.
+    """
+    by_admission = sorted(running.prefilling, key=lambda seq: seq.admission)
+    turns: Counter[Tenant] = Counter()
+    ranked: list[tuple[int, int, int, Sequence]] = []
+    for seq in by_admission:
+        turns[seq.tenant] += 1
+        ranked.append((-seq.tenant.tier_value, turns[seq.tenant], seq.admission, seq))
+    return [seq for *_, seq in sorted(ranked)]
 
 
 def describe_batch(decodes: Ordered[Sequence], shares: dict[Sequence, int]) -> list[PlanRow]:

@@ -90,6 +90,14 @@ class BlockPool:
         """Say whether a block has exactly one holder, who may write it while it isn't full."""
         return self._references[block] == 1
 
+    def count_freed(self, blocks: Sequence[int]) -> int:
+        """Return how many blocks would be free if these references were given back."""
+        held = self._references
+        if len(set(blocks)) == len(blocks):
+            return [held[block] for block in blocks].count(1)
+        returned = Counter(blocks)
+        return sum(1 for block, count in returned.items() if held[block] == count)
+
     def allocate(self, count: int) -> list[int]:
         """Hand out blocks to write to, each with one reference.
 

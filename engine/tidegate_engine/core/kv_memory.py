@@ -6,6 +6,7 @@ fence has passed, whatever becomes of its request meanwhile.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ class KvMemory:
         self._num_leaving = 0
         self._num_reserved = 0
         self._num_incoming = 0
+        self._relieved: dict[str, None] = {}
 
     def apply_policy(self, snapshot: PolicySnapshot) -> None:
         """Put quotas and watermarks in force; what runs is not touched here."""
@@ -188,8 +190,7 @@ class KvMemory:
         if not seq.block_table:
             return 0
         self.register(seq)
-        freed = self.pool.release(seq.block_table)
-        self.ledger.give_back(seq.tenant.name, freed)
+        freed = self._give_back(seq.tenant.name, seq.block_table)
         _empty(seq)
         seq.computed_tokens = 0
         return freed
@@ -210,12 +211,12 @@ class KvMemory:
         self.unreserve(seq)
         self.register(seq)
         leaving, unused = seq.block_table[:num_computed], seq.block_table[num_computed:]
-        self.ledger.give_back(seq.tenant.name, self.pool.release(unused))
+        self._give_back(seq.tenant.name, unused)
         _empty(seq)
         seq.host_table = self.host.allocate(num_computed)
         flight = self._start(seq, leaving, is_out=True)
         flight.beneficiary = beneficiary
-        flight.num_leaving = sum(1 for block in leaving if self.pool.is_exclusive(block))
+        flight.num_leaving = self.pool.count_freed(leaving)
         self.swap_out.append(flight.copy)
         self.swapped_out_blocks += num_computed
         self._num_leaving += flight.num_leaving
@@ -244,7 +245,7 @@ class KvMemory:
         """Note that a copy is complete.
 
         Returns:
-            The sequence whose copy it was, if that is alive; None too for a fence unknown here.
+            The sequence whose copy it was, alive or ended; None for a fence unknown here.
         """
         flight = self._flights.pop(fence, None)
         if flight is None:
@@ -258,7 +259,6 @@ class KvMemory:
             seq.host_table = []
         if seq.phase is Phase.ENDED:
             self.release(seq)
-            return None
         return seq
 
     def begin_step(self) -> None:
@@ -268,8 +268,13 @@ class KvMemory:
     def end_step(self) -> None:
         """Let go of the sources of copies on write, which are done now."""
         for tenant, block in self._pinned:
-            self.ledger.give_back(tenant, self.pool.release([block]))
+            self._give_back(tenant, [block])
         self._pinned = []
+
+    def take_relieved(self) -> list[str]:
+        """Return the tenants that hold less than at the last call, in order."""
+        relieved, self._relieved = list(self._relieved), {}
+        return relieved
 
     # -- reservations ------------------------------------------------------------------------------
 
@@ -362,7 +367,7 @@ class KvMemory:
         taken = self.pool.share(found)  # first, so that no allocation forgets them
         seq.block_table = found + self.pool.allocate(missing)
         seq.capacity = len(seq.block_table) * self.pool.block_size
-        seq.num_shared = seq.num_registered = len(found)
+        seq.num_registered = len(found)
         self.ledger.take(seq.tenant.name, taken + missing)
         self.unreserve(seq)
 
@@ -381,6 +386,12 @@ class KvMemory:
         is_whole = found and len(found) * size == seq.num_tokens
         return (found, found.pop()) if is_whole else (found, None)
 
+    def _give_back(self, tenant: str, blocks: Ordered[int]) -> int:
+        freed = self.pool.release(blocks)
+        self.ledger.give_back(tenant, freed)
+        self._relieved[tenant] = None
+        return freed
+
     def _pin(self, tenant: str, block: int) -> None:
         """Hold the source of a copy on write until the copy is done."""
         self.ledger.take(tenant, self.pool.share([block]))
@@ -395,8 +406,7 @@ class KvMemory:
 
     def _land_out(self, flight: _Flight) -> None:
         name = flight.seq.tenant.name
-        freed = self.pool.release(flight.copy.device_blocks)
-        self.ledger.give_back(name, freed)
+        freed = self._give_back(name, flight.copy.device_blocks)
         self._num_leaving -= flight.num_leaving
         self._leaving[name] -= flight.num_leaving
         if (beneficiary := flight.beneficiary) is not None:
@@ -409,4 +419,4 @@ class KvMemory:
 def _empty(seq: Sequence) -> None:
     """Give a sequence that holds no device block a new table: plans refer to the old one."""
     seq.block_table = []
-    seq.capacity = seq.num_shared = seq.num_registered = 0
+    seq.capacity = seq.num_registered = 0

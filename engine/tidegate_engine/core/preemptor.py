@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tidegate_engine.core.decisions import Decision, Reason, Verdict
 from tidegate_engine.core.forecast import Forecast
+from tidegate_engine.core.kv_gate import KvGate
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.request import PreemptionKey
 from tidegate_engine.core.running import Running
@@ -71,8 +72,6 @@ class Preemptor:
     """Takes requests out of the batch.
 
     Attributes:
-        is_pressed: Whether memory ran short and nothing has got better since: a request has
-            ended, or usage is down at the low watermark.
         preempted: Requests taken out in this step, in order.
     """
 
@@ -83,16 +82,17 @@ class Preemptor:
         running: Running,
         tenants: TenantTable,
         forecast: Forecast,
+        gate: KvGate,
         step_times: StepTimeModel,
         shares: TierShares,
     ) -> None:
         """Work on the scheduler's own state."""
-        self.is_pressed = False
         self.preempted: dict[Sequence, None] = {}
         self._memory = memory
         self._running = running
         self._tenants = tenants
         self._forecast = forecast
+        self._gate = gate
         self._step_times = step_times
         self._shares = shares
         self._modes = ModeChoice()
@@ -117,7 +117,7 @@ class Preemptor:
                 break
             self._take_out(self._under_pressure(options), Cause.PRESSURE, None)
         if memory.num_settled <= memory.gate.low_blocks:
-            self.is_pressed = False
+            self._gate.is_pressed = False
 
     def make_room_to_grow(self, seq: Sequence) -> None:
         """Take out who has to yield until a running request may have its next block.
@@ -181,7 +181,7 @@ class Preemptor:
             tenant=tenant.name,
             tier_value=tenant.tier_value,
             over_share=borrowed / weight if weight else float("inf"),
-            blocks=len(seq.block_table) - seq.num_shared,
+            blocks=self._memory.pool.count_freed(seq.block_table),
             seconds=min(swap, recompute),
             admission=seq.admission,
         )
@@ -225,11 +225,12 @@ class Preemptor:
         memory, seq = self._memory, wish.seq
         if wish.needs_slot and not any(option.frees_slot for option in victims):
             return False
-        released: dict[str, int] = {}
+        tables: dict[str, list[int]] = {}
         for option in victims:
             if option.frees_blocks:
-                name = option.candidate.tenant
-                released[name] = released.get(name, 0) + option.candidate.blocks
+                tables.setdefault(option.candidate.tenant, []).extend(option.seq.block_table)
+        # Blocks are shared inside a tenant only; what all victims share is freed with the last.
+        released = {name: memory.pool.count_freed(table) for name, table in tables.items()}
         freed = sum(released.values())
         ledger = memory.what_if(released)
         free = memory.free_in_time(seq) + freed
@@ -262,7 +263,9 @@ class Preemptor:
         num_blocks = self._memory.pool.blocks_for(seq.computed_tokens)
         queued = self._memory.num_copying
         per_block = self._step_times.costs.swap_block_seconds
-        lost = seq.computed_tokens - seq.num_shared * self._memory.pool.block_size
+        pool = self._memory.pool
+        surviving = len(seq.block_table) - pool.count_freed(seq.block_table)
+        lost = seq.computed_tokens - surviving * pool.block_size
         recompute = self._step_times.predict(
             StepFeatures(prefill_tokens=max(0, lost), decodes=0, context_tokens=0, prefill_pairs=0)
         )
@@ -307,7 +310,7 @@ class Preemptor:
         self._tenants.unpark(seq.tenant)
         self._tenants.tier_of(seq.tenant).resumable[seq] = None
         if cause is Cause.PRESSURE:
-            self.is_pressed = True
+            self._gate.is_pressed = True
             self._forecast.lengths.note_preemption()
         self.preempted[seq] = None
         self._decisions.append(

@@ -62,7 +62,7 @@ class Running:
         seq.phase = Phase.RUNNING
         tenant.running += 1
         tenant.admitted_prompt_tokens += seq.uncharged_prompt_tokens
-        if not tenant.rule.preemption.preemptible:
+        if not tenant.is_preemptible:
             tenant.committed_blocks += seq.most_blocks
         self._by_tier[tenant.tier_value] += 1
         self.commit_cost(tenant.tier_value, seq.expected_cost)
@@ -81,7 +81,7 @@ class Running:
         tenant = seq.tenant
         tenant.running -= 1
         tenant.admitted_prompt_tokens -= seq.uncharged_prompt_tokens
-        if not tenant.rule.preemption.preemptible:
+        if not tenant.is_preemptible:
             tenant.committed_blocks -= seq.most_blocks
         _count_down(self._by_tier, tenant.tier_value)
         self.commit_cost(tenant.tier_value, -_outstanding_cost(seq))
@@ -106,7 +106,7 @@ class Running:
             seq.tenant.committed_blocks = 0
         for seq in self:
             self.commit_cost(seq.tenant.tier_value, _outstanding_cost(seq))
-            if not seq.tenant.rule.preemption.preemptible:
+            if not seq.tenant.is_preemptible:
                 seq.tenant.committed_blocks += seq.most_blocks
         self._by_tier = Counter(seq.tenant.tier_value for seq in self)
         targets = (seq.tenant.rule.service.itl_seconds for seq in self.decoding)

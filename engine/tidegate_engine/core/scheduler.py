@@ -11,12 +11,10 @@ cancels come between the two calls of neighbouring steps, so that no step that i
 cancel contains the request.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
-
+from tidegate_engine.core.accounts import Accounts
 from tidegate_engine.core.admission import Admission
 from tidegate_engine.core.arrival import (
-    output_limit,
+    new_sequence,
     refuse_for_queue,
     refuse_prompt,
     refuse_tenant,
@@ -24,26 +22,22 @@ from tidegate_engine.core.arrival import (
 from tidegate_engine.core.batch import (
     describe_batch,
     features_of,
-    in_service_order,
     prefill_budget,
-    share_out,
 )
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.decisions import Decision, DecisionLog, DecisionRecord, Reason, Verdict
 from tidegate_engine.core.forecast import Forecast
+from tidegate_engine.core.invariants import check_sequences
+from tidegate_engine.core.kv_gate import KvGate
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import (
     Expiry,
-    ExpiryCause,
-    SampledToken,
     StepPlan,
     StepResult,
 )
 from tidegate_engine.core.preemptor import Preemptor
-from tidegate_engine.core.prefix_cache import BlockKeys
 from tidegate_engine.core.request import (
-    FinishReason,
     Rejection,
     Request,
     SchedulerStats,
@@ -53,9 +47,8 @@ from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.stats import describe
 from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
-from tidegate_engine.core.tenants import Tenant, TenantTable
+from tidegate_engine.core.tenants import TenantTable
 from tidegate_engine.core.time_limits import TimeLimits
-from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from tidegate_policies.snapshot import PolicySnapshot, StopPolicy
 from tidegate_policies.tiers import TierShares
 
@@ -93,7 +86,9 @@ class Scheduler:
         self._step_times = StepTimeModel(costs or ExecutorCosts())
         self._shares = TierShares()
         self._time_limits = TimeLimits()
+        self._gate = KvGate(memory=self._memory, running=self._running, forecast=self._forecast)
         self._preemptor = Preemptor(
+            gate=self._gate,
             memory=self._memory,
             running=self._running,
             tenants=self._tenants,
@@ -102,6 +97,7 @@ class Scheduler:
             shares=self._shares,
         )
         self._admission = Admission(
+            gate=self._gate,
             memory=self._memory,
             running=self._running,
             tenants=self._tenants,
@@ -114,6 +110,13 @@ class Scheduler:
         self._step = 0
         self._arrivals = 0
         self._live: dict[str, Sequence] = {}
+        self._accounts = Accounts(
+            live=self._live,
+            memory=self._memory,
+            running=self._running,
+            tenants=self._tenants,
+            shares=self._shares,
+        )
         self._joining: list[Sequence] = []
         self._decodes: list[Sequence] = []
         self._has_open_plan = False
@@ -162,16 +165,22 @@ class Scheduler:
         rejection = refuse_tenant(request, tenant, revision=self._revision)
         if rejection is not None or tenant is None:
             return rejection
-        cap_tokens = self._memory.cap_tokens(
-            tenant.name, is_preemptible=tenant.rule.preemption.preemptible
-        )
+        cap_tokens = self._memory.cap_tokens(tenant.name, is_preemptible=tenant.is_preemptible)
         rejection = refuse_prompt(request, tenant, cap_tokens=cap_tokens) or refuse_for_queue(
             request, tenant, num_waiting=self.num_waiting, max_waiting=self._limits.max_waiting
         )
         if rejection is not None:
             return rejection
         self._arrivals += 1
-        seq = self._sequence(request, tenant, now, cap_tokens=cap_tokens)
+        seq = new_sequence(
+            request,
+            tenant,
+            arrival=self._arrivals,
+            now=now,
+            cap_tokens=cap_tokens,
+            block_size=self._memory.pool.block_size,
+            step_times=self._step_times,
+        )
         self._live[seq.request_id] = seq
         self._tenants.enqueue(seq, now)
         self._time_limits.watch(seq)
@@ -254,11 +263,14 @@ class Scheduler:
         self._has_open_plan = False
         if plan.rows:
             self._step_times.observe(self._features, now - self._planned_at)
-        outputs = self._commit_rows(plan, tokens, now)
+        outputs = self._accounts.commit_rows(plan, self._decodes, tokens, now)
+        for output in outputs:
+            if output[2] is not None:
+                self._complete(self._live[output.request_id])
         self._memory.end_step()
         for fence in result.passed_fences:
             self._land(fence)
-        return outputs
+        return tuple(outputs)
 
     def abandon_step(self, plan: StepPlan, now: float) -> tuple[str, ...]:
         """Drop the requests of a step that could not be executed, with what their blocks hold.
@@ -296,27 +308,15 @@ class Scheduler:
         Raises:
             AssertionError: They don't.
         """
-        self._memory.check_invariants(list(self._live.values()))
+        sequences = list(self._live.values())
+        self._memory.check_invariants(sequences)
         self._running.check_invariants()
         self._tenants.check_invariants()
         self._forecast.lengths.check_invariants()
-        for tenant in self._tenants:
-            own = [seq for seq in self._live.values() if seq.tenant is tenant]
-            phases = [seq.phase for seq in own]
-            counted = [phases.count(p) for p in (Phase.WAITING, Phase.RUNNING, Phase.SWAPPED)]
-            if counted != [tenant.waiting, tenant.running, tenant.swapped]:
-                raise AssertionError(f"{tenant.name} has {counted} requests by phase")
-            owed = sum(s.uncharged_prompt_tokens for s in own if s.phase is Phase.RUNNING)
-            if owed != tenant.admitted_prompt_tokens:
-                raise AssertionError(f"{tenant.name} is to pay {owed} prompt tokens")
+        check_sequences(sequences, self._tenants)
         landed = {seq for seq in self._running.arriving if not seq.fence}
         if landed != set(self._joining):
             raise AssertionError(f"{len(landed)} requests are back, {len(self._joining)} join")
-        for seq in self._live.values():
-            if seq.num_tokens != len(seq.token_ids):
-                raise AssertionError(f"{seq.request_id} miscounts its tokens")
-            if seq.phase is Phase.WAITING and (seq.block_table or seq.host_table):
-                raise AssertionError(f"{seq.request_id} waits and holds blocks")
 
     # -- planning --------------------------------------------------------------------------------
 
@@ -327,6 +327,8 @@ class Scheduler:
         self._planned_at = now
         for name in self._tenants.take_dropped():
             self._forecast.lengths.forget(name)
+        for name in self._memory.take_relieved():
+            self._tenants.make_room(name)
         self._memory.begin_step()
         self._preemptor.begin_step(self._decisions, now)
 
@@ -346,9 +348,7 @@ class Scheduler:
     def _stop_tenants(self, snapshot: PolicySnapshot) -> None:
         """Drop the requests of tenants whose policy cancels them."""
         stopped = {r.tenant for r in snapshot.tenants if r.stop is StopPolicy.CANCEL}
-        if not stopped:
-            return
-        for seq in [s for s in self._live.values() if s.tenant.name in stopped]:
+        for seq in [s for s in self._live.values() if stopped and s.tenant.name in stopped]:
             self._stopped.append(seq.request_id)
             seq.tenant.totals.cancelled += 1
             self._note(seq, Verdict.STOPPED, Reason.TENANT_STOPPED)
@@ -359,9 +359,7 @@ class Scheduler:
         due = self._time_limits.pop_due(now)
         for seq, expiry in due:
             seq.tenant.totals.expired += 1
-            is_wait = expiry.cause is ExpiryCause.QUEUE_TIMEOUT
-            reason = Reason.QUEUE_TIMEOUT if is_wait else Reason.REQUEST_TIMEOUT
-            self._note(seq, Verdict.EXPIRED, reason)
+            self._note(seq, Verdict.EXPIRED, Reason(expiry.cause.value))
             self._end(seq)
         return tuple(expiry for _, expiry in due)
 
@@ -372,9 +370,7 @@ class Scheduler:
         for seq in lacking:
             if seq.phase is not Phase.RUNNING or memory.try_grow(seq):
                 continue
-            preemptible = seq.tenant.rule.preemption.preemptible
-            most = memory.cap_tokens(seq.tenant.name, is_preemptible=preemptible)
-            if seq.num_tokens > most:  # a policy change took what it needs
+            if not self._gate.clip(seq):  # a policy change took what it needs
                 self._end_for_lack(seq)
                 continue
             self._preemptor.make_room_to_grow(seq)
@@ -382,7 +378,7 @@ class Scheduler:
                 memory.try_grow(seq)  # else it stands still until copies have ended
 
     def _emit(self, now: float, expired: tuple[Expiry, ...]) -> StepPlan:
-        shares = self._prefill_shares()
+        shares = prefill_shares(self._running, self._limits, self._step_times)
         self._decodes = [seq for seq in self._running.decoding if seq.num_tokens <= seq.capacity]
         rows = describe_batch(self._decodes, shares)
         if not rows and not self._memory.num_open_fences and len(self._running):
@@ -394,11 +390,9 @@ class Scheduler:
         self._has_open_plan = bool(rows) or self._memory.num_open_fences > 0
         decisions = tuple(self._decisions)
         if decisions:
-            self.decision_log.add(
-                DecisionRecord(
-                    self._step, self._revision, now, self._memory.gate.state.value, decisions
-                )
-            )
+            watermark = self._memory.gate.state.value
+            record = DecisionRecord(self._step, self._revision, now, watermark, decisions)
+            self.decision_log.add(record)
         return StepPlan(
             step=self._step,
             revision=self._revision,
@@ -416,124 +410,13 @@ class Scheduler:
             wake_at=self._wake_at(now),
         )
 
-    def _prefill_shares(self) -> dict[Sequence, int]:
-        if not self._running.prefilling:
-            return {}
-        return share_out(
-            in_service_order(self._running),
-            budget=prefill_budget(self._running, self._limits, self._step_times),
-            max_partial=self._limits.max_partial_prefills,
-        )
-
     def _wake_at(self, now: float) -> float | None:
         if self._ended:  # what they held may let somebody in
             return now
         times = (self._admission.wake_at, self._time_limits.next_at)
         return min((time for time in times if time is not None), default=None)
 
-    # -- accounting ------------------------------------------------------------------------------
-
-    def _commit_rows(
-        self, plan: StepPlan, tokens: Mapping[str, SampledToken], now: float
-    ) -> tuple[TokenOutput, ...]:
-        """Book what was computed and append what was sampled."""
-        num_decodes = len(self._decodes)
-        outputs = _append_all(self._decodes, tokens)
-        self._running.context_tokens += len(outputs)
-        served = self._served_decodes(num_rows=len(outputs))
-        read: list[Sequence] = []
-        for row in plan.rows[num_decodes:]:
-            seq = self._live.get(row.request_id)
-            if seq is None:  # cancelled while the step was computed
-                continue
-            self._book_prefill(seq, len(row.token_ids), now)
-            if row.samples:
-                read.append(seq)
-        outputs += _append_all(read, tokens)
-        for seq in read:
-            served[seq.tenant] = served.get(seq.tenant, 0) + 1
-            self._memory.register(seq)
-            self._running.end_prefill(seq)
-        self._charge_output(served, now)
-        for output in outputs:
-            if output[2] is not None:
-                self._complete(self._live[output.request_id])
-        return tuple(outputs)
-
-    def _served_decodes(self, *, num_rows: int) -> dict[Tenant, int]:
-        """Return how many decodes of each tenant the step has served."""
-        if num_rows == len(self._running.decoding):
-            return dict(self._running.decodes_by_tenant)
-        served = (seq.tenant for seq in self._decodes if seq.phase is Phase.RUNNING)
-        return dict(Counter(served))  # somebody stood still, or was cancelled meanwhile
-
-    def _book_prefill(self, seq: Sequence, num_tokens: int, now: float) -> None:
-        """Charge computed prompt tokens, each once; what a recompute repeats is free."""
-        tenant = seq.tenant
-        start, end = seq.computed_tokens, seq.computed_tokens + num_tokens
-        fresh = max(0, min(end, len(seq.request.prompt_ids)) - max(start, seq.charged_tokens))
-        repeated = max(0, min(end, seq.charged_tokens) - start)
-        seq.computed_tokens = end
-        # An output token is charged when it is sampled; computing its keys belongs to that.
-        seq.charged_tokens = max(seq.charged_tokens, end)
-        tenant.totals.prompt_tokens += fresh
-        tenant.totals.recomputed_tokens += repeated
-        if fresh:
-            cost = PROMPT_TOKEN_COST * fresh
-            tenant.admitted_prompt_tokens -= fresh
-            seq.charged_cost += cost
-            weight = tenant.rule.weight
-            self._tenants.counters.charge(tenant.name, cost, weight=weight)
-            self._charge_tier(tenant.tier_value, cost, now)
-        if seq.is_decoding:  # a recompute, of which one token is left
-            self._running.end_prefill(seq)
-
-    def _charge_output(self, served: Mapping[Tenant, int], now: float) -> None:
-        """Charge the output tokens of this step, one addition per tenant."""
-        by_tier: dict[int, int] = {}
-        for tenant, num_tokens in served.items():
-            tenant.totals.output_tokens += num_tokens
-            value = tenant.tier.value
-            by_tier[value] = by_tier.get(value, 0) + num_tokens
-        self._tenants.counters.charge_each(
-            [(t.name, num_tokens * t.output_price) for t, num_tokens in served.items()]
-        )
-        for value, num_tokens in by_tier.items():
-            self._charge_tier(value, OUTPUT_TOKEN_COST * num_tokens, now)
-
-    def _charge_tier(self, value: int, cost: float, now: float) -> None:
-        self._shares.charge(value, cost, now)
-        self._running.commit_cost(value, -cost)
-
     # -- ends ------------------------------------------------------------------------------------
-
-    def _sequence(
-        self, request: Request, tenant: Tenant, now: float, *, cap_tokens: int
-    ) -> Sequence:
-        length = len(request.prompt_ids)
-        max_output_tokens = output_limit(request, tenant, cap_tokens=cap_tokens)
-        pool = self._memory.pool
-        seq = Sequence(
-            request=request,
-            request_id=request.request_id,
-            tenant=tenant,
-            arrival=self._arrivals,
-            arrived_at=now,
-            max_output_tokens=max_output_tokens,
-            max_tokens=length + max_output_tokens,
-            most_blocks=pool.blocks_for(length + max_output_tokens - 1),
-            token_ids=list(request.prompt_ids),
-            num_tokens=length,
-            stop_token_ids=request.stop_token_ids,
-            sampling=request.sampling,
-            keys=BlockKeys(tenant.root, pool.block_size),
-        )
-        ttft_seconds = request.ttft_seconds or tenant.rule.service.ttft_seconds
-        if ttft_seconds is not None:
-            seq.deadline = now + ttft_seconds
-            prefill = StepFeatures(length, 0, 0, length * (length + 1) // 2)
-            seq.latest_start = seq.deadline - self._step_times.predict(prefill)
-        return seq
 
     def _complete(self, seq: Sequence) -> None:
         seq.tenant.totals.finished += 1
@@ -554,59 +437,21 @@ class Scheduler:
         elif seq in tenant.queue:
             self._tenants.dequeue(seq)
         else:
-            self._forget_preempted(seq)
+            self._tenants.forget_preempted(seq)
+            self._running.arriving.pop(seq, None)
+            self._joining = [other for other in self._joining if other is not seq]
         self._admission.forget(seq)
         self._memory.release(seq)
-        self._preemptor.is_pressed = False
+        self._gate.is_pressed = False
         seq.phase = Phase.ENDED
         del self._live[seq.request_id]
         self._tenants.settle(tenant)
 
-    def _forget_preempted(self, seq: Sequence) -> None:
-        if seq.phase is Phase.WAITING:
-            seq.tenant.preempted -= 1
-        else:
-            seq.tenant.swapped -= 1
-        self._tenants.tier_of(seq.tenant).resumable.pop(seq, None)
-        self._running.arriving.pop(seq, None)
-        if seq in self._joining:
-            self._joining.remove(seq)
-
     def _land(self, fence: int) -> None:
         """Note that a copy has ended; a request that is back on the device joins the next step."""
         seq = self._memory.pass_fence(fence)
-        if seq is not None and seq in self._running.arriving:
+        if seq in self._running.arriving:
             self._joining.append(seq)
 
     def _note(self, seq: Sequence, verdict: Verdict, reason: Reason) -> None:
         self._decisions.append(Decision(seq.request_id, seq.tenant.name, verdict, reason))
-
-
-def _append_all(
-    sequences: Iterable[Sequence], tokens: Mapping[str, SampledToken]
-) -> list[TokenOutput]:
-    """Append what was sampled for these requests, and tell which of them end with it.
-
-    Whoever has ended while the step was computed gets nothing.
-    """
-    outputs: list[TokenOutput] = []
-    running = Phase.RUNNING
-    new_output = tuple.__new__  # what TokenOutput() calls, at half its time
-    for seq in sequences:
-        if seq.phase is not running:
-            continue
-        request_id = seq.request_id
-        token = tokens[request_id]
-        token_id = token[0]
-        seq.computed_tokens = length = seq.num_tokens
-        length += 1
-        seq.num_tokens = length
-        seq.token_ids.append(token_id)
-        if token_id in seq.stop_token_ids:
-            reason = FinishReason.STOP
-        elif length >= seq.max_tokens:
-            reason = FinishReason.LENGTH
-        else:
-            reason = None
-        outputs.append(new_output(TokenOutput, (request_id, token, reason)))
-    return outputs

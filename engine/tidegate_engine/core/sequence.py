@@ -61,7 +61,6 @@ class Sequence:
         block_table: Physical KV block of every logical block, in order. It only grows: a request
             that gives its blocks back gets a new list, as plans refer to the old one.
         capacity: Tokens for which `block_table` has room.
-        num_shared: Blocks at the start of the table that it found in the prefix cache.
         num_registered: Blocks at the start of the table that the prefix cache knows.
         host_table: Blocks in host memory, while it is swapped out.
         fence: The copy that is in flight for it; 0 = none.
@@ -101,7 +100,6 @@ class Sequence:
     predicted_version: int = -1
     block_table: list[int] = field(default_factory=list)
     capacity: int = 0
-    num_shared: int = 0
     num_registered: int = 0
     host_table: list[int] = field(default_factory=list)
     fence: int = 0
@@ -132,7 +130,7 @@ class Sequence:
     @property
     def must_fit_at_worst(self) -> bool:
         """Whether it is admitted only with its longest context, since it can't be taken out."""
-        return self.is_at_cap or not self.tenant.rule.preemption.preemptible
+        return self.is_at_cap or not self.tenant.is_preemptible
 
     @property
     def is_at_cap(self) -> bool:

@@ -62,7 +62,7 @@ class StaticScheduler:
         block_size: int,
         num_host_blocks: int = 0,
         limits: EngineLimits,
-        costs: ExecutorCosts | None = None,  # noqa: ARG002
+        costs: ExecutorCosts | None = None,
         is_bucketed: bool = False,
     ) -> None:
         """Start empty and without a policy: nothing is let in until one is in force.
@@ -72,10 +72,11 @@ class StaticScheduler:
             block_size: Tokens per block.
             num_host_blocks: Reported and never used: nobody is preempted.
             limits: Of the batch and the queue.
-            costs: Not looked at: nothing here is decided by cost.
+            costs: Told as they are: nothing here is decided by cost.
             is_bucketed: Whether a batch holds prompts of one bucket of lengths only; buckets end
                 at powers of two, and the oldest request chooses.
         """
+        self.step_costs = costs or ExecutorCosts()
         self._pool = BlockPool(num_blocks=num_blocks, block_size=block_size)
         self._batch = PaddedBatch(self._pool)
         self._num_host_blocks = num_host_blocks

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tidegate_engine.core.prefix_cache import root_key
 from tidegate_engine.core.queues import RequestQueue, TierQueue
 from tidegate_engine.core.request import PreemptionKey
-from tidegate_engine.core.sequence import Sequence
+from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_policies.fairness import (
     OUTPUT_TOKEN_COST,
     PROMPT_TOKEN_COST,
@@ -103,6 +103,14 @@ class Tenant:
         return len(self.queue) + self.preempted
 
     @property
+    def is_preemptible(self) -> bool:
+        """Whether its requests may be let in without their worst case being its own.
+
+        Those of a tenant that isn't declared any more may: it has no nominal for them to fit in.
+        """
+        return self.rule.preemption.preemptible or not self.is_declared
+
+    @property
     def is_active(self) -> bool:
         """Whether it has a request anywhere."""
         return bool(self.running or self.queue or self.preempted or self.swapped)
@@ -172,6 +180,14 @@ class TenantTable:
         if not tenant.queue:
             tenant.listed_key = None
 
+    def forget_preempted(self, seq: Sequence) -> None:
+        """Take a preempted request off the books, swapped out or not."""
+        if seq.phase is Phase.WAITING:
+            seq.tenant.preempted -= 1
+        else:
+            seq.tenant.swapped -= 1
+        self.tier_of(seq.tenant).resumable.pop(seq, None)
+
     def relist(self, tenant: Tenant) -> None:
         """Give a tenant its place in its tier if it wants service and has none, or a worse one."""
         if not tenant.wants_service:
@@ -183,6 +199,12 @@ class TenantTable:
         """Leave a tenant out of the order until one of its own requests has ended."""
         tenant.is_parked = True
         self.counters.suspend(tenant.name, tenant.group)
+
+    def make_room(self, name: str) -> None:
+        """Note that a tenant holds less than before: what kept it out may not any more."""
+        tenant = self._tenants.get(name)
+        if tenant is not None:
+            self.unpark(tenant)
 
     def unpark(self, tenant: Tenant) -> None:
         """Let a tenant compete again, as one of its own requests has made room."""

@@ -7,54 +7,22 @@ after it, but its waiting counts from when it came.
 """
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from tidegate_engine.core.plan import StepPlan, StepResult
+from tidegate_engine.core.plan import StepPlan
 from tidegate_engine.core.request import (
     FinishReason,
     Rejection,
     Request,
-    SchedulerStats,
     TokenOutput,
 )
-from tidegate_engine.core.sequence import Phase
+from tidegate_engine.core.step_scheduler import StepScheduler
 from tidegate_engine.executor.base import Executor
 from tidegate_engine.executor.clock import Clock
 from tidegate_engine.replay.log import Outcome, ReplayLog, RequestTrace, StepTrace
 
 _LEAST_WAIT_SECONDS = 1e-6
 """A wait moves the clock by so much at least, so that rounding can't make it stand still."""
-
-
-class StepScheduler(Protocol):
-    """What the driver wants of a scheduler."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether any request is alive."""
-        ...
-
-    def submit(self, request: Request, now: float) -> Rejection | None:
-        """Queue a request, or say why not."""
-        ...
-
-    def cancel(self, request_id: str, now: float) -> Phase | None:
-        """Take a request out; returns the phase it was in, None when it wasn't alive."""
-        ...
-
-    def plan_step(self, now: float) -> StepPlan:
-        """Decide the next step."""
-        ...
-
-    def commit_step(
-        self, plan: StepPlan, result: StepResult, now: float
-    ) -> tuple[TokenOutput, ...]:
-        """Account for the step just executed."""
-        ...
-
-    def stats(self) -> SchedulerStats:
-        """Return the numbers at this step boundary."""
-        ...
 
 
 class Arrival(NamedTuple):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tidegate_engine.bridge import EngineBridge
-from tidegate_engine.core.scheduler import Scheduler
+from tidegate_engine.core.step_scheduler import StepScheduler
 from tidegate_engine.executor.base import Executor
 from tidegate_engine.loop import EngineLoop
 from tidegate_engine.metrics import EngineMetrics
@@ -44,7 +44,7 @@ class Service:
 def assemble(
     *,
     pool: str,
-    scheduler: Scheduler,
+    scheduler: StepScheduler,
     executor: Executor,
     model: ServedModel,
     clock: Callable[[], float],

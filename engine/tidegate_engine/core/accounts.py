@@ -1,0 +1,147 @@
+"""Who is charged for a step, and what its requests got."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Ordered
+
+from tidegate_engine.core.kv_memory import KvMemory
+from tidegate_engine.core.plan import SampledToken, StepPlan
+from tidegate_engine.core.request import FinishReason, TokenOutput
+from tidegate_engine.core.running import Running
+from tidegate_engine.core.sequence import Phase, Sequence
+from tidegate_engine.core.tenants import Tenant, TenantTable
+from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+from tidegate_policies.tiers import TierShares
+
+
+class Accounts:
+    """Books executed steps: computed prompt tokens per chunk, output tokens per step."""
+
+    def __init__(
+        self,
+        *,
+        live: Mapping[str, Sequence],
+        memory: KvMemory,
+        running: Running,
+        tenants: TenantTable,
+        shares: TierShares,
+    ) -> None:
+        """Work on the scheduler's own state."""
+        self._live = live
+        self._memory = memory
+        self._running = running
+        self._tenants = tenants
+        self._shares = shares
+
+    def commit_rows(
+        self,
+        plan: StepPlan,
+        decodes: Ordered[Sequence],
+        tokens: Mapping[str, SampledToken],
+        now: float,
+    ) -> list[TokenOutput]:
+        """Book what was computed and append what was sampled.
+
+        Args:
+            plan: What was executed.
+            decodes: Whose decodes the first rows are.
+            tokens: What was sampled.
+            now: On the scheduler's clock.
+
+        Returns:
+            The new tokens, and which requests end with them.
+        """
+        num_decodes = len(decodes)
+        outputs = _append_all(decodes, tokens)
+        self._running.context_tokens += len(outputs)
+        served = self._served_decodes(decodes, num_rows=len(outputs))
+        read: list[Sequence] = []
+        for row in plan.rows[num_decodes:]:
+            seq = self._live.get(row.request_id)
+            if seq is None:  # cancelled while the step was computed
+                continue
+            self._book_prefill(seq, len(row.token_ids), now)
+            if row.samples:
+                read.append(seq)
+        outputs += _append_all(read, tokens)
+        for seq in read:
+            served[seq.tenant] = served.get(seq.tenant, 0) + 1
+            self._memory.register(seq)
+            self._running.end_prefill(seq)
+        self._charge_output(served, now)
+        return outputs
+
+    def _served_decodes(self, decodes: Ordered[Sequence], *, num_rows: int) -> dict[Tenant, int]:
+        """Return how many decodes of each tenant the step has served."""
+        if num_rows == len(self._running.decoding):
+            return dict(self._running.decodes_by_tenant)
+        served = (seq.tenant for seq in decodes if seq.phase is Phase.RUNNING)
+        return dict(Counter(served))  # somebody stood still, or was cancelled meanwhile
+
+    def _book_prefill(self, seq: Sequence, num_tokens: int, now: float) -> None:
+        """Charge computed prompt tokens, each once; what a recompute repeats is free."""
+        tenant = seq.tenant
+        start, end = seq.computed_tokens, seq.computed_tokens + num_tokens
+        fresh = max(0, min(end, len(seq.request.prompt_ids)) - max(start, seq.charged_tokens))
+        repeated = max(0, min(end, seq.charged_tokens) - start)
+        seq.computed_tokens = end
+        # An output token is charged when it is sampled; computing its keys belongs to that.
+        seq.charged_tokens = max(seq.charged_tokens, end)
+        tenant.totals.prompt_tokens += fresh
+        tenant.totals.recomputed_tokens += repeated
+        if fresh:
+            cost = PROMPT_TOKEN_COST * fresh
+            tenant.admitted_prompt_tokens -= fresh
+            seq.charged_cost += cost
+            weight = tenant.rule.weight
+            self._tenants.counters.charge(tenant.name, cost, weight=weight)
+            self._charge_tier(tenant.tier_value, cost, now)
+        if seq.is_decoding:  # a recompute, of which one token is left
+            self._running.end_prefill(seq)
+
+    def _charge_output(self, served: Mapping[Tenant, int], now: float) -> None:
+        """Charge the output tokens of this step, one addition per tenant."""
+        by_tier: dict[int, int] = {}
+        for tenant, num_tokens in served.items():
+            tenant.totals.output_tokens += num_tokens
+            value = tenant.tier.value
+            by_tier[value] = by_tier.get(value, 0) + num_tokens
+        self._tenants.counters.charge_each(
+            [(t.name, num_tokens * t.output_price) for t, num_tokens in served.items()]
+        )
+        for value, num_tokens in by_tier.items():
+            self._charge_tier(value, OUTPUT_TOKEN_COST * num_tokens, now)
+
+    def _charge_tier(self, value: int, cost: float, now: float) -> None:
+        self._shares.charge(value, cost, now)
+        self._running.commit_cost(value, -cost)
+
+
+def _append_all(
+    sequences: Iterable[Sequence], tokens: Mapping[str, SampledToken]
+) -> list[TokenOutput]:
+    """Append what was sampled for these requests, and tell which of them end with it.
+
+    Whoever has ended while the step was computed gets nothing.
+    """
+    outputs: list[TokenOutput] = []
+    running = Phase.RUNNING
+    new_output = tuple.__new__  # what TokenOutput() calls, at half its time
+    for seq in sequences:
+        if seq.phase is not running:
+            continue
+        request_id = seq.request_id
+        token = tokens[request_id]
+        token_id = token[0]
+        seq.computed_tokens = length = seq.num_tokens
+        length += 1
+        seq.num_tokens = length
+        seq.token_ids.append(token_id)
+        if token_id in seq.stop_token_ids:
+            reason = FinishReason.STOP
+        elif length >= seq.max_tokens:
+            reason = FinishReason.LENGTH
+        else:
+            reason = None
+        outputs.append(new_output(TokenOutput, (request_id, token, reason)))
+    return outputs

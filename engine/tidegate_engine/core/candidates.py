@@ -1,0 +1,90 @@
+"""The order in which the waiting requests of a tier are looked at in one step."""
+
+from collections.abc import Iterable, Iterator
+
+from tidegate_engine.core.decisions import Reason
+from tidegate_engine.core.kv_gate import OPEN
+from tidegate_engine.core.queues import TierQueue
+from tidegate_engine.core.sequence import Sequence
+from tidegate_engine.core.tenants import Tenant, TenantTable
+
+
+class Candidates:
+    """The waiting requests of one tier in the order of service, for one step."""
+
+    def __init__(
+        self,
+        tier: TierQueue,
+        tenants: TenantTable,
+        now: float,
+        *,
+        resumable: Iterable[Sequence],
+        is_held: bool,
+    ) -> None:
+        """Begin with the preempted requests, those of the least served tenant first.
+
+        Args:
+            tier: Whose.
+            tenants: Where tenants get their places back.
+            resumable: The preempted requests that may be looked at.
+            now: On the scheduler's clock.
+            is_held: Whether the requests that were never admitted wait for a batch to fill.
+        """
+        self._tier = tier
+        self._tenants = tenants
+        self._now = now
+        self._is_held = is_held
+        self._resumable = iter(
+            sorted(resumable, key=lambda s: (s.tenant.key, s.tenant.name, s.arrival))
+        )
+        self._queues: dict[str, Iterator[Sequence]] = {}
+        self._aside: list[Tenant] = []
+        self._passed: list[Tenant] = []
+        self._tenant: Tenant | None = None
+
+    def next(self) -> Sequence | None:
+        """Return the next request, or None."""
+        for seq in self._resumable:
+            return seq
+        if self._is_held:
+            return None
+        while (tenant := self._pop_tenant()) is not None:
+            queue = self._queues.get(tenant.name)
+            if queue is None:
+                queue = self._queues[tenant.name] = tenant.queue.in_order(self._now)
+            following = next(queue, None)
+            if following is not None:
+                self._tenant = tenant
+                return following
+            self._passed.append(tenant)
+        return None
+
+    def settle(self, reason: Reason) -> None:
+        """Give the tenant of the last request its place, now that it is decided about that.
+
+        A tenant whose request is blocked comes after all others in this step; one that its own
+        limit keeps out comes not at all until one of its own requests has ended.
+        """
+        tenant, self._tenant = self._tenant, None
+        if tenant is None:
+            return
+        if reason is Reason.AT_CAP:
+            self._tenants.park(tenant)
+        elif reason in OPEN:
+            self._tenants.relist(tenant)
+        else:
+            self._aside.append(tenant)
+
+    def close(self) -> None:
+        """Give all tenants that were looked through their places back."""
+        for tenant in (*self._passed, *self._aside):
+            self._tenants.relist(tenant)
+
+    def _pop_tenant(self) -> Tenant | None:
+        tenant = self._tier.pop_tenant()
+        if tenant is None and self._aside:
+            for blocked in self._aside:
+                self._tenants.relist(blocked)
+            self._aside = []
+            tenant = self._tier.pop_tenant()
+        return tenant

@@ -1,0 +1,28 @@
+"""What must hold of all live requests together, whatever has happened."""
+
+from collections.abc import Collection, Iterable
+
+from tidegate_engine.core.sequence import Phase, Sequence
+from tidegate_engine.core.tenants import Tenant
+
+
+def check_sequences(sequences: Collection[Sequence], tenants: Iterable[Tenant]) -> None:
+    """Verify that the tenants count their requests rightly, and that those agree with themselves.
+
+    Raises:
+        AssertionError: They don't.
+    """
+    for seq in sequences:
+        if seq.num_tokens != len(seq.token_ids):
+            raise AssertionError(f"{seq.request_id} miscounts its tokens")
+        if seq.phase is Phase.WAITING and (seq.block_table or seq.host_table):
+            raise AssertionError(f"{seq.request_id} waits and holds blocks")
+    for tenant in tenants:
+        own = [seq for seq in sequences if seq.tenant is tenant]
+        phases = [seq.phase for seq in own]
+        counted = [phases.count(p) for p in (Phase.WAITING, Phase.RUNNING, Phase.SWAPPED)]
+        if counted != [tenant.waiting, tenant.running, tenant.swapped]:
+            raise AssertionError(f"{tenant.name} has {counted} requests by phase")
+        owed = sum(s.uncharged_prompt_tokens for s in own if s.phase is Phase.RUNNING)
+        if owed != tenant.admitted_prompt_tokens:
+            raise AssertionError(f"{tenant.name} is to pay {owed} prompt tokens")
