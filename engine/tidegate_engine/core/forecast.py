@@ -55,10 +55,9 @@ class Forecast:
         together = list(sequences)
         occupied = [seq.num_tokens for seq in together]
         remaining = [self.remaining_tokens(seq) for seq in together]
-        # A request's last block is half full in the mean, and empty but for a token at worst.
-        begun = (
-            len(together) if self.estimate is KvEstimate.WORST_CASE else (len(together) + 1) // 2
-        )
+        # A request's last block is half full in the mean, and holds a single token at worst.
+        is_worst = self.estimate is KvEstimate.WORST_CASE
+        begun = len(together) if is_worst else (len(together) + 1) // 2
         return predicted_peak(occupied, remaining) // self._block_size + begun
 
     def _predicted_total(self, seq: Sequence) -> int:

@@ -23,6 +23,7 @@ from tidegate_engine.core.batch import (
     describe_batch,
     features_of,
     prefill_budget,
+    prefill_shares,
 )
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.decisions import Decision, DecisionLog, DecisionRecord, Reason, Verdict
@@ -294,13 +295,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the numbers at this step boundary."""
-        return describe(
-            step=self._step,
-            revision=self._revision,
-            tenants=self._tenants,
-            running=self._running,
-            memory=self._memory,
-        )
+        books = self._tenants, self._running, self._memory
+        return describe(*books, step=self._step, revision=self._revision)
 
     def check_invariants(self) -> None:
         """Verify that blocks, books and queues agree.

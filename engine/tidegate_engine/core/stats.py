@@ -9,7 +9,7 @@ from tidegate_engine.core.tenants import Tenant, TenantTable
 
 
 def describe(
-    *, step: int, revision: int, tenants: TenantTable, running: Running, memory: KvMemory
+    tenants: TenantTable, running: Running, memory: KvMemory, *, step: int, revision: int
 ) -> SchedulerStats:
     """Count everything; linear in the tenants."""
     return SchedulerStats(
