@@ -1,7 +1,9 @@
 """Whether the KV pool has room: usage levels that gate admission, and the peak to be expected."""
 
 import enum
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 
 from tidegate_policies.snapshot import WatermarkRule
 
@@ -42,9 +44,9 @@ class WatermarkGate:
         # At least one, so that an empty pool is always GREEN.
         self._reopening_blocks = max(1, self.low_blocks - self._num_blocks // 100)
 
-    def has_room(self, used_blocks: int, blocks: int) -> bool:
-        """Tell whether at this usage the gate would open for a borrower of so many blocks."""
-        return used_blocks < self._reopening_blocks and used_blocks + blocks < self.high_blocks
+    def would_open(self, used_blocks: int) -> bool:
+        """Tell whether usage that falls to this level opens the gate."""
+        return used_blocks < self._reopening_blocks
 
     def observe(self, used_blocks: int) -> Watermark:
         """Return the state at this usage.
@@ -64,32 +66,57 @@ class WatermarkGate:
         return self.state
 
 
-def predicted_peak(occupied: Sequence[int], remaining: Sequence[int]) -> int:
-    """Return the most KV that these requests will hold together, in tokens.
+class PredictedPeak:
+    """The most KV that some requests will hold together, in tokens, alone and with one more.
 
     Each grows by one token per step and leaves with its last, so that the sum is at its largest
     when one of them ends. In order of remaining length, longest first, the k-th ends beside the
     k - 1 before it, each of which has grown as much: their peak is the largest of those sums.
 
     Source: "Past-Future Scheduler for LLM Serving under SLA Guarantees" (Gong et al., ASPLOS 2025),
-    section 3.3.
-
-    Args:
-        occupied: Tokens that each request holds now.
-        remaining: Output tokens that each is still expected to produce, in the same order.
-
-    Raises:
-        ValueError: The two differ in length.
+    section 3.3. Here the sums are kept, so that asking for one request more is logarithmic: one
+    that is put among them changes no sum before it, and adds what it holds, and its growth for
+    one more, to each behind it.
     """
-    if len(occupied) != len(remaining):
-        raise ValueError(
-            f"remaining: {len(remaining)} lengths for the {len(occupied)} requests of occupied"
-        )
-    held = peak = 0
-    # Sorting numbers, not pairs, halves the time, and this is asked for at every admission.
-    ranked = sorted(range(len(remaining)), key=remaining.__getitem__, reverse=True)
-    for count, i in enumerate(ranked, start=1):
-        held += occupied[i]
-        if (total := held + remaining[i] * count) > peak:
-            peak = total
-    return peak
+
+    def __init__(self, occupied: Sequence[int], remaining: Sequence[int]) -> None:
+        """Look at requests as they are now.
+
+        Args:
+            occupied: Tokens that each holds.
+            remaining: Output tokens that each is still expected to produce, in the same order.
+
+        Raises:
+            ValueError: The two differ in length.
+        """
+        if len(occupied) != len(remaining):
+            raise ValueError(
+                f"remaining: {len(remaining)} lengths for the {len(occupied)} requests of occupied"
+            )
+        ranked = sorted(range(len(remaining)), key=remaining.__getitem__, reverse=True)
+        self._ranks = [-remaining[i] for i in ranked]
+        self._held = [0, *accumulate(occupied[i] for i in ranked)]
+        totals = [
+            held - rank * count
+            for count, (held, rank) in enumerate(
+                zip(self._held[1:], self._ranks, strict=True), start=1
+            )
+        ]
+        with_more = [total - rank for total, rank in zip(totals, self._ranks, strict=True)]
+        self._before = [0, *accumulate(totals, max)]
+        self._behind = [*accumulate(reversed(with_more), max)][::-1]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    @property
+    def tokens(self) -> int:
+        """The peak of these requests."""
+        return self._before[-1]
+
+    def with_one_more(self, occupied: int, remaining: int) -> int:
+        """Return the peak if a request that holds so much, and will produce so much, joins them."""
+        place = bisect_left(self._ranks, -remaining)
+        own = self._held[place] + occupied + remaining * (place + 1)
+        behind = self._behind[place] + occupied if place < len(self._behind) else 0
+        return max(self._before[place], own, behind)

@@ -26,12 +26,14 @@ class _Members:
 
     Attributes:
         active: Members that want service.
+        suspended: Members that want service and that the others don't keep back.
         heap: (counter, member), at least one entry for each active one; one whose counter has grown
             since is put right when it comes to the top.
         left_last: Counter of the member that became inactive last.
     """
 
     active: dict[str, None] = field(default_factory=dict)
+    suspended: dict[str, None] = field(default_factory=dict)
     heap: list[tuple[float, str]] = field(default_factory=list)
     left_last: float = 0.0
 
@@ -72,13 +74,13 @@ class VirtualTokenCounters:
         """Lift the counter of a tenant that becomes active, so that it can't bank idle time.
 
         The floor is the least counter of the others that want service in the group or, when there
-        is none, the counter with which a tenant of the group became inactive last. A counter never
-        falls.
+        is none, the counter with which a tenant of the group became inactive last, or the least of
+        the suspended ones if that is more. A counter never falls.
         """
         members = self._groups.setdefault(group, _Members())
         floor = self._least(members)
         if floor is None:
-            floor = members.left_last
+            floor = max(members.left_last, min(map(self.value, members.suspended), default=0.0))
         self._counter[tenant] = max(self.value(tenant), floor)
         self.readmit(tenant, group)
 
@@ -86,6 +88,7 @@ class VirtualTokenCounters:
         """Remember with which counter `tenant` has become inactive in the group."""
         members = self._groups.setdefault(group, _Members())
         members.active.pop(tenant, None)
+        members.suspended.pop(tenant, None)
         members.left_last = self.value(tenant)
 
     def suspend(self, tenant: str, group: Group) -> None:
@@ -93,12 +96,15 @@ class VirtualTokenCounters:
 
         Its counter falls behind, and a newcomer at that level would gain on all the others.
         """
-        self._groups.setdefault(group, _Members()).active.pop(tenant, None)
+        members = self._groups.setdefault(group, _Members())
+        members.active.pop(tenant, None)
+        members.suspended[tenant] = None
 
     def readmit(self, tenant: str, group: Group) -> None:
         """Take an active tenant into the floor, again or for the first time."""
         members = self._groups.setdefault(group, _Members())
         members.active[tenant] = None
+        members.suspended.pop(tenant, None)
         heapq.heappush(members.heap, (self.value(tenant), tenant))
         if len(members.heap) > 2 * len(members.active) + 64:
             members.heap = [(self.value(name), name) for name in members.active]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate_policies.admission import Watermark, WatermarkGate, predicted_peak
+from tidegate_policies.admission import PredictedPeak, Watermark, WatermarkGate
 from tidegate_policies.snapshot import WatermarkRule
 
 GREEN, YELLOW, RED = Watermark.GREEN, Watermark.YELLOW, Watermark.RED
@@ -56,7 +56,26 @@ def test_a_changed_rule_counts_from_the_next_look_on() -> None:
     assert gate.observe(60) is GREEN
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=12))
+REQUESTS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 40)), max_size=12)
+
+
+def peak_of(occupied: list[int], remaining: list[int]) -> int:
+    return PredictedPeak(occupied, remaining).tokens
+
+
+@given(REQUESTS, st.integers(0, 60), st.integers(0, 40))
+def test_the_peak_with_one_more_is_the_peak_of_all(
+    requests: list[tuple[int, int]], occupied: int, remaining: int
+) -> None:
+    together = [*requests, (occupied, remaining)]
+    peak = PredictedPeak([held for held, _ in requests], [left for _, left in requests])
+    assert len(peak) == len(requests)
+    assert peak.with_one_more(occupied, remaining) == peak_of(
+        [held for held, _ in together], [left for _, left in together]
+    )
+
+
+@given(REQUESTS)
 def test_the_predicted_peak_is_what_a_simulation_of_growth_reaches(
     requests: list[tuple[int, int]],
 ) -> None:
@@ -65,15 +84,15 @@ def test_the_predicted_peak_is_what_a_simulation_of_growth_reaches(
     while running:
         peak = max(peak, sum(held for held, _ in running))
         running = [(held + 1, left - 1) for held, left in running if left > 0]
-    predicted = predicted_peak([held for held, _ in requests], [left for _, left in requests])
+    predicted = peak_of([held for held, _ in requests], [left for _, left in requests])
     assert predicted == peak
 
 
 def test_the_peak_may_come_before_the_longest_request_ends() -> None:
-    assert predicted_peak([100, 10], [5, 50]) == 110 + 2 * 5
-    assert predicted_peak([], []) == 0
+    assert peak_of([100, 10], [5, 50]) == 110 + 2 * 5
+    assert peak_of([], []) == 0
 
 
 def test_a_peak_of_requests_with_unknown_lengths_is_refused() -> None:
     with pytest.raises(ValueError, match="1 lengths for the 2 requests"):
-        predicted_peak([1, 2], [1])
+        peak_of([1, 2], [1])

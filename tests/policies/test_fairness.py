@@ -76,6 +76,26 @@ def test_whom_its_own_limit_keeps_back_lends_a_newcomer_nothing() -> None:
     assert counters.value("newer") == 0
 
 
+def test_a_newcomer_beside_suspended_tenants_alone_starts_level_with_them() -> None:
+    counters = VirtualTokenCounters()
+    counters.join("capped", TIER)
+    counters.charge("capped", 90, weight=1)
+    counters.suspend("capped", TIER)
+    counters.join("new", TIER)
+    assert counters.value("new") == 90
+
+
+def test_a_suspended_tenants_old_counter_is_no_floor_under_who_left_last() -> None:
+    counters = VirtualTokenCounters()
+    counters.join("held", TIER)
+    counters.suspend("held", TIER)
+    counters.join("busy", TIER)
+    counters.charge("busy", 700, weight=1)
+    counters.leave("busy", TIER)
+    counters.join("new", TIER)
+    assert counters.value("new") == 700
+
+
 def test_many_charges_at_once_are_as_one_by_one() -> None:
     counters = VirtualTokenCounters()
     counters.charge_each([("a", 3.0), ("b", 4.0), ("a", 1.0)])

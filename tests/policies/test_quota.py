@@ -163,8 +163,6 @@ class NaiveBooks:
         )
 
     def can_take(self, tenant: str, blocks: int, cap: int) -> bool:
-        if blocks <= self.unused(tenant):
-            return blocks <= self.free
         return self.used[tenant] + blocks <= cap and self.free - blocks >= self.kept_from(tenant)
 
 

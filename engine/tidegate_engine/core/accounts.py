@@ -4,34 +4,24 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ordered
 
-from tidegate_engine.core.kv_memory import KvMemory
+from tidegate_engine.core.books import Books
 from tidegate_engine.core.plan import SampledToken, StepPlan
 from tidegate_engine.core.request import FinishReason, TokenOutput
-from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Phase, Sequence
-from tidegate_engine.core.tenants import Tenant, TenantTable
+from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
-from tidegate_policies.tiers import TierShares
 
 
 class Accounts:
     """Books executed steps: computed prompt tokens per chunk, output tokens per step."""
 
-    def __init__(
-        self,
-        *,
-        live: Mapping[str, Sequence],
-        memory: KvMemory,
-        running: Running,
-        tenants: TenantTable,
-        shares: TierShares,
-    ) -> None:
+    def __init__(self, books: Books, *, live: Mapping[str, Sequence]) -> None:
         """Work on the scheduler's own state."""
         self._live = live
-        self._memory = memory
-        self._running = running
-        self._tenants = tenants
-        self._shares = shares
+        self._memory = books.memory
+        self._running = books.running
+        self._tenants = books.tenants
+        self._shares = books.shares
 
     def commit_rows(
         self,

@@ -5,18 +5,16 @@ the `Preemptor`; what that frees is promised to the request, which comes first u
 """
 
 from tidegate_engine.core.batch import in_service_order, share_out
+from tidegate_engine.core.books import Books
 from tidegate_engine.core.candidates import Candidates
 from tidegate_engine.core.decisions import Decision, Reason, Verdict
-from tidegate_engine.core.forecast import Forecast
-from tidegate_engine.core.kv_gate import FINAL, OPEN, KvGate
-from tidegate_engine.core.kv_memory import KvMemory
+from tidegate_engine.core.kv_gate import FINAL, OPEN
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.preemptor import Preemptor, Wish
 from tidegate_engine.core.queues import TierQueue
-from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Sequence
-from tidegate_engine.core.tenants import TenantTable
-from tidegate_policies.tiers import TierShares
+from tidegate_engine.core.step_time import StepFeatures
+from tidegate_policies.snapshot import StopPolicy
 
 MAX_BACKFILL = 8
 """Requests looked at behind a blocked head, and let past it before it may wait no longer."""
@@ -31,27 +29,18 @@ class Admission:
         wake_at: When a held tier is to be looked at again; None = none is held.
     """
 
-    def __init__(
-        self,
-        *,
-        memory: KvMemory,
-        running: Running,
-        tenants: TenantTable,
-        forecast: Forecast,
-        gate: KvGate,
-        shares: TierShares,
-        preemptor: Preemptor,
-    ) -> None:
+    def __init__(self, books: Books, preemptor: Preemptor) -> None:
         """Work on the scheduler's own state."""
         self.admitted: list[str] = []
         self.hopeless: dict[Sequence, None] = {}
         self.wake_at: float | None = None
-        self._memory = memory
-        self._running = running
-        self._tenants = tenants
-        self._forecast = forecast
-        self._gate = gate
-        self._shares = shares
+        self._memory = books.memory
+        self._running = books.running
+        self._tenants = books.tenants
+        self._forecast = books.forecast
+        self._gate = books.gate
+        self._step_times = books.step_times
+        self._shares = books.shares
         self._preemptor = preemptor
         self._admissions = 0
         self._promised: dict[Sequence, None] = {}
@@ -59,10 +48,11 @@ class Admission:
         self._limits = EngineLimits()
         self._budget = 0
         self._now = 0.0
+        self._top_value = 0
         self._may_borrow = True
         self._decisions: list[Decision] = []
 
-    def begin_step(self, decisions: list[Decision], limits: EngineLimits, now: float) -> None:
+    def begin_step(self, decisions: list[Decision], now: float) -> None:
         """Begin to decide for a step; decisions are appended."""
         self.admitted = []
         self.hopeless = {}
@@ -70,14 +60,15 @@ class Admission:
         self._floor_heads = []
         self._may_borrow = True
         self._decisions = decisions
-        self._limits = limits
         self._now = now
 
     def run(self, budget: int) -> None:
         """Let in who may come in, given the prompt tokens that the step may compute."""
         self._budget = budget
-        if not any(tier.has_work for tier in self._tenants.tiers.values()):
+        with_work = [tier.value for tier in self._tenants.tiers.values() if tier.has_work]
+        if not with_work:
             return
+        self._top_value = max(with_work)
         self._keep_promises()
         for tier in self._below_floor():
             while self._is_below_floor(tier) and self._serve(tier, under_floor=True):
@@ -91,11 +82,15 @@ class Admission:
         """Take back the place that is kept for a request that doesn't wait for it any more."""
         self._promised.pop(seq, None)
 
-    def forget_promises(self) -> None:
-        """Take all kept places and blocks back: another policy may give them to others."""
-        for seq in self._promised:
-            self._memory.unreserve(seq)
-        self._promised = {}
+    def obey(self, limits: EngineLimits) -> None:
+        """Be under these limits from now on.
+
+        Promises for which the policy in force has no place are taken back, the newest first.
+        """
+        self._limits = limits
+        for seq in reversed(list(self._promised)):
+            if self._places_left() < 0 or seq.tenant.rule.stop is StopPolicy.HOLD:
+                self._give_up(seq)
 
     def _keep_promises(self) -> None:
         """Let in those for whom others were taken out, before anybody else can take their place.
@@ -107,9 +102,12 @@ class Admission:
             reason = self._try(seq, is_head=False)
             if reason in OPEN:
                 self._start(seq, reason)
-            elif not seq.incoming_blocks:
-                del self._promised[seq]
-                self._memory.unreserve(seq)
+            elif reason in FINAL or not seq.incoming_blocks:
+                self._give_up(seq)
+
+    def _give_up(self, seq: Sequence) -> None:
+        del self._promised[seq]
+        self._memory.unreserve(seq)
 
     # -- tiers -----------------------------------------------------------------------------------
 
@@ -195,12 +193,19 @@ class Admission:
             window = self._limits.wait_window_seconds
         if not window or tier.first_wait_at is None:
             return False
-        release_at = min(tier.first_wait_at + window, tier.first_latest_start)
-        is_filled = tier.num_queued >= self._places_left()
-        is_passed = any(
-            other.value > tier.value and other.has_work for other in self._tenants.tiers.values()
+        # Who is released together is read together, and the step under way has to end.
+        reading = self._step_times.predict(
+            StepFeatures(
+                prefill_tokens=tier.num_tokens,
+                decodes=len(self._running.decoding),
+                context_tokens=self._running.context_tokens,
+                prefill_pairs=0,
+            )
         )
-        if self._now >= release_at or is_filled or is_passed:
+        release_at = min(tier.first_wait_at + window, tier.first_latest_start - reading)
+        is_filled = tier.num_queued >= self._places_left()
+        if self._now >= release_at or is_filled or self._top_value > tier.value:
+            tier.end_wait()
             return False
         self.wake_at = release_at if self.wake_at is None else min(self.wake_at, release_at)
         return True
@@ -213,8 +218,9 @@ class Admission:
             return Reason.OUT_OF_MEMORY
         needs_slot = seq not in self._promised and self._places_left() <= 0
         may_displace = is_head and self._may_displace(seq)
-        if seq.tenant.is_full or (needs_slot and not may_displace):
-            return Reason.AT_CAP if seq.tenant.is_full else Reason.NO_SLOT
+        is_full = seq.tenant.is_full_with(self._promised_to_others(seq))
+        if is_full or (needs_slot and not may_displace):
+            return Reason.AT_CAP if is_full else Reason.NO_SLOT
         if not seq.host_table and not self._may_read(seq):
             return Reason.PARTIAL_PREFILLS
         need = self._memory.need(seq)
@@ -272,6 +278,10 @@ class Admission:
         reading = {other.tenant.name for other in ahead}
         return seq.tenant.name not in reading and len(reading) < most
 
+    def _promised_to_others(self, seq: Sequence) -> int:
+        """Return how many places are kept for other requests of the same tenant."""
+        return sum(1 for other in self._promised if other.tenant is seq.tenant and other is not seq)
+
     def _places_left(self) -> int:
         # More requests than a step has tokens could not all be decoded in it.
         places = min(self._limits.max_num_seqs, self._limits.max_batched_tokens)
@@ -315,13 +325,13 @@ class Admission:
 
     def _bring_in(self, seq: Sequence) -> None:
         if self._memory.begin_swap_in(seq):
-            self._running.arriving[seq] = None
+            self._running.expect(seq)
             return
         self.join(seq)
 
     def join(self, seq: Sequence) -> None:
         """Take a request into the batch whose KV is back on the device."""
-        self._running.arriving.pop(seq, None)
+        self._running.stop_expecting(seq)
         seq.tenant.swapped -= 1
         self._running.add(seq)
         self.admitted.append(seq.request_id)

@@ -1,6 +1,6 @@
 """The order in which the waiting requests of a tier are looked at in one step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from tidegate_engine.core.decisions import Reason
 from tidegate_engine.core.kv_gate import OPEN
@@ -37,10 +37,10 @@ class Candidates:
         self._resumable = iter(
             sorted(resumable, key=lambda s: (s.tenant.key, s.tenant.name, s.arrival))
         )
-        self._queues: dict[str, Iterator[Sequence]] = {}
-        self._aside: list[Tenant] = []
-        self._passed: list[Tenant] = []
         self._tenant: Tenant | None = None
+        self._seq: Sequence | None = None
+        self._aside: list[Tenant] = []
+        self._looked_through: dict[Tenant, None] = {}
 
     def next(self) -> Sequence | None:
         """Return the next request, or None."""
@@ -49,14 +49,11 @@ class Candidates:
         if self._is_held:
             return None
         while (tenant := self._pop_tenant()) is not None:
-            queue = self._queues.get(tenant.name)
-            if queue is None:
-                queue = self._queues[tenant.name] = tenant.queue.in_order(self._now)
-            following = next(queue, None)
-            if following is not None:
+            self._looked_through[tenant] = None
+            self._seq = tenant.queue.head(self._now)
+            if self._seq is not None:
                 self._tenant = tenant
-                return following
-            self._passed.append(tenant)
+                return self._seq
         return None
 
     def settle(self, reason: Reason) -> None:
@@ -66,18 +63,21 @@ class Candidates:
         limit keeps out comes not at all until one of its own requests has ended.
         """
         tenant, self._tenant = self._tenant, None
-        if tenant is None:
+        if tenant is None or self._seq is None:
             return
+        if reason in OPEN:
+            self._tenants.relist(tenant)
+            return
+        tenant.queue.set_aside(self._seq)
         if reason is Reason.AT_CAP:
             self._tenants.park(tenant)
-        elif reason in OPEN:
-            self._tenants.relist(tenant)
         else:
             self._aside.append(tenant)
 
     def close(self) -> None:
-        """Give all tenants that were looked through their places back."""
-        for tenant in (*self._passed, *self._aside):
+        """Give all requests and tenants that were looked at their places back."""
+        for tenant in self._looked_through:
+            tenant.queue.restore()
             self._tenants.relist(tenant)
 
     def _pop_tenant(self) -> Tenant | None:

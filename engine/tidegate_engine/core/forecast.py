@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from tidegate_engine.core.lengths import LengthEstimator
 from tidegate_engine.core.sequence import Sequence
-from tidegate_policies.admission import predicted_peak
+from tidegate_policies.admission import PredictedPeak
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from tidegate_policies.snapshot import KvEstimate
 
@@ -50,15 +50,21 @@ class Forecast:
         output_tokens = self._predicted_total(seq) - seq.num_tokens
         return PROMPT_TOKEN_COST * seq.uncharged_prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
 
-    def peak_blocks(self, sequences: Iterable[Sequence]) -> int:
-        """Return the most blocks that these requests will hold together, if all run from now on."""
+    def peak_of(self, sequences: Iterable[Sequence]) -> PredictedPeak:
+        """Return the most KV that these requests will hold together, if all run from now on."""
         together = list(sequences)
-        occupied = [seq.num_tokens for seq in together]
-        remaining = [self.remaining_tokens(seq) for seq in together]
+        return PredictedPeak(
+            [seq.num_tokens for seq in together],
+            [self.remaining_tokens(seq) for seq in together],
+        )
+
+    def blocks_with(self, peak: PredictedPeak, seq: Sequence) -> int:
+        """Return the blocks of a peak which `seq` adds to."""
+        tokens = peak.with_one_more(seq.num_tokens, self.remaining_tokens(seq))
         # A request's last block is half full in the mean, and holds a single token at worst.
         is_worst = self.estimate is KvEstimate.WORST_CASE
-        begun = len(together) if is_worst else (len(together) + 1) // 2
-        return predicted_peak(occupied, remaining) // self._block_size + begun
+        count = len(peak) + 1
+        return tokens // self._block_size + (count if is_worst else (count + 1) // 2)
 
     def _predicted_total(self, seq: Sequence) -> int:
         version = self.lengths.version

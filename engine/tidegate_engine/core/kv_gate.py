@@ -4,12 +4,16 @@ Within its tenant's nominal a request is let in whatever others hold; above it, 
 watermark gate is open and the predicted peak of all that run stays under the high watermark.
 """
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 from tidegate_engine.core.decisions import Reason
 from tidegate_engine.core.forecast import Forecast
 from tidegate_engine.core.kv_memory import KvMemory, Need
 from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Sequence
-from tidegate_policies.admission import Watermark
+from tidegate_engine.core.tenants import Tenant
+from tidegate_policies.admission import PredictedPeak, Watermark
 
 RESUME_QUANTUM_TOKENS = 16
 """A preempted request borrows again only when its context and so many tokens more fit."""
@@ -19,6 +23,17 @@ OPEN = (Reason.WITHIN_NOMINAL, Reason.BORROWING)
 
 FINAL = (Reason.AT_CAP, Reason.PREDICTED_PEAK, Reason.BEHIND_HEAD)
 """Reasons not to that no preemption would change."""
+
+
+class _Group(NamedTuple):
+    """What some running requests will need together.
+
+    Attributes:
+        final_blocks: Blocks of each at its end, summed up.
+    """
+
+    peak: PredictedPeak
+    final_blocks: int
 
 
 class KvGate:
@@ -32,9 +47,15 @@ class KvGate:
     def __init__(self, *, memory: KvMemory, running: Running, forecast: Forecast) -> None:
         """Work on the scheduler's own state."""
         self.is_pressed = False
+        self._seen = -1
+        self._groups: dict[str | int | None, _Group] = {}
         self._memory = memory
         self._running = running
         self._forecast = forecast
+
+    def begin_step(self) -> None:
+        """Look at the running requests anew: they have grown."""
+        self._seen = -1
 
     def clip(self, seq: Sequence) -> bool:
         """Shorten what a policy in force leaves too little room for.
@@ -49,7 +70,7 @@ class KvGate:
         return seq.num_tokens <= most
 
     def judge(self, seq: Sequence, need: Need, *, may_borrow: bool) -> Reason:
-        """Hold a request against quotas, watermarks and the predicted peak."""
+        """Hold a request against quotas, the predicted peak and the watermarks."""
         memory, tenant = self._memory, seq.tenant
         ledger = memory.ledger
         has_blocks = ledger.can_take(tenant.name, need.additional, free=memory.free_for(seq))
@@ -63,10 +84,9 @@ class KvGate:
         if not may_borrow:
             return Reason.BEHIND_HEAD
         # While nobody else borrows, the watermarks gate nobody.
-        if ledger.has_borrowers:
-            closed = self._gate(seq, need)
-            if closed is not None:
-                return closed
+        closed = self._close(seq, need) if ledger.has_borrowers else None
+        if closed is not None:
+            return closed
         return Reason.BORROWING if has_blocks else Reason.NO_BLOCKS
 
     def fits_nominal(self, seq: Sequence, need: Need) -> bool:
@@ -78,40 +98,63 @@ class KvGate:
         final = self._final_blocks(seq) - need.shared
         if not ledger.fits_nominal(tenant.name, final):
             return False
-        own = [s for s in (*self._running, *self._running.arriving) if s.tenant is tenant]
-        if final + sum(self._final_blocks(other) for other in own) <= nominal:
+        others = self._others_of(tenant)
+        if final + others.final_blocks <= nominal:
             return True
-        return self._forecast.peak_blocks([*own, seq]) <= nominal
+        return self._forecast.blocks_with(others.peak, seq) <= nominal
 
-    def _gate(self, seq: Sequence, need: Need) -> Reason | None:
-        """Return what closes the way to borrowed blocks, or None."""
+    def lets_in(self, seq: Sequence, blocks: int, *, usage: int) -> bool:
+        """Tell whether usage that falls to so many blocks lets a borrower of `blocks` in."""
+        gate = self._memory.gate
+        is_open = gate.would_open(usage)
+        is_pressed = self.is_pressed and usage > gate.low_blocks
+        return not is_pressed and self._level(seq, blocks, usage, is_open=is_open) is None
+
+    def _close(self, seq: Sequence, need: Need) -> Reason | None:
+        """Return what closes the way to borrowed blocks, or None; the lasting reason first."""
         memory = self._memory
-        usage = memory.num_settled
+        beside = self._beside(seq)
+        room = memory.gate.high_blocks - memory.ledger.kept_from(seq.tenant.name)
+        # With nothing else running, nothing is to be predicted.
+        if len(beside.peak) and self._forecast.blocks_with(beside.peak, seq) >= room:
+            return Reason.PREDICTED_PEAK
         if self.is_pressed:
             return Reason.WATERMARK
-        if seq.preemptions:
-            quantum = memory.pool.blocks_for(RESUME_QUANTUM_TOKENS)
-            if usage + need.additional + quantum > memory.gate.low_blocks:
-                return Reason.NOT_RESUMABLE
-        elif (
-            memory.gate.state is not Watermark.GREEN
-            or usage >= memory.gate.low_blocks  # by what this step has admitted already
-            or usage + need.additional >= memory.gate.high_blocks
-        ):
-            return Reason.WATERMARK
-        room = memory.gate.high_blocks - memory.ledger.kept_from(seq.tenant.name)
-        beside = [other for other in self._running if self._stays(other, seq)]
-        beside += self._running.arriving
-        if not beside:
-            return None
-        if self._forecast.peak_blocks([*beside, seq]) >= room:
-            return Reason.PREDICTED_PEAK
-        return None
+        usage = memory.num_settled
+        # What this step has admitted already counts, too.
+        is_open = memory.gate.state is Watermark.GREEN and usage < memory.gate.low_blocks
+        return self._level(seq, need.additional, usage, is_open=is_open)
 
-    def _stays(self, other: Sequence, seq: Sequence) -> bool:
-        """Tell whether a running request counts against `seq`: lower tiers will yield to it."""
+    def _level(self, seq: Sequence, blocks: int, usage: int, *, is_open: bool) -> Reason | None:
+        gate = self._memory.gate
+        if seq.preemptions:
+            quantum = self._memory.pool.blocks_for(RESUME_QUANTUM_TOKENS)
+            is_resumable = usage + blocks + quantum <= gate.low_blocks
+            return None if is_resumable else Reason.NOT_RESUMABLE
+        has_room = is_open and usage + blocks < gate.high_blocks
+        return None if has_room else Reason.WATERMARK
+
+    def _others_of(self, tenant: Tenant) -> _Group:
+        return self._group(tenant.name, lambda other: other.tenant is tenant)
+
+    def _beside(self, seq: Sequence) -> _Group:
+        """Return who runs and counts against `seq`: lower tiers will yield to it."""
         tenant = seq.tenant
-        return not tenant.tier.preempts_lower or other.tenant.tier_value >= tenant.tier_value
+        if not tenant.tier.preempts_lower:
+            return self._group(None, lambda _other: True)
+        value = tenant.tier_value
+        return self._group(value, lambda other: other.tenant.tier_value >= value)
+
+    def _group(self, key: str | int | None, belongs: Callable[[Sequence], bool]) -> _Group:
+        """Look at some of the running requests, once as long as nobody joins or leaves."""
+        if self._seen != self._running.version:
+            self._seen, self._groups = self._running.version, {}
+        group = self._groups.get(key)
+        if group is None:
+            members = [s for s in (*self._running, *self._running.arriving) if belongs(s)]
+            final_blocks = sum(map(self._final_blocks, members))
+            group = self._groups[key] = _Group(self._forecast.peak_of(members), final_blocks)
+        return group
 
     def _final_blocks(self, seq: Sequence) -> int:
         return self._memory.pool.blocks_for(self._forecast.final_tokens(seq))

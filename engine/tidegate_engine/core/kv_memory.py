@@ -7,31 +7,15 @@ fence has passed, whatever becomes of its request meanwhile.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from tidegate_engine.core.block_pool import BlockPool
+from tidegate_engine.core.flights import Flight, Flights
 from tidegate_engine.core.plan import BlockCopy, SwapCopy
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_policies.admission import Watermark, WatermarkGate
 from tidegate_policies.quota import KvLedger, KvQuota
 from tidegate_policies.snapshot import PolicySnapshot, WatermarkRule
-
-
-@dataclass(slots=True, kw_only=True)
-class _Flight:
-    """A swap whose fence has not passed.
-
-    Attributes:
-        num_leaving: Device blocks that a swap-out frees.
-        beneficiary: For whom the device blocks of a swap-out are kept once they are free.
-    """
-
-    copy: SwapCopy
-    seq: Sequence
-    is_out: bool
-    num_leaving: int = 0
-    beneficiary: Sequence | None = None
 
 
 class Need(NamedTuple):
@@ -61,10 +45,7 @@ class KvMemory:
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
         self._pinned: list[tuple[str, int]] = []
-        self._fences = 0
-        self._flights: dict[int, _Flight] = {}
-        self._leaving: Counter[str] = Counter()
-        self._num_leaving = 0
+        self.flights = Flights()
         self._num_reserved = 0
         self._num_incoming = 0
         self._relieved: dict[str, None] = {}
@@ -88,17 +69,7 @@ class KvMemory:
     @property
     def num_settled(self) -> int:
         """Used blocks, without those that a swap-out will free by itself."""
-        return self.pool.num_used - self._num_leaving
-
-    @property
-    def num_open_fences(self) -> int:
-        """Swaps in flight."""
-        return len(self._flights)
-
-    @property
-    def num_copying(self) -> int:
-        """Blocks that the swaps in flight move."""
-        return sum(len(flight.copy.host_blocks) for flight in self._flights.values())
+        return self.pool.num_used - self.flights.num_leaving
 
     def observe(self) -> Watermark:
         """Hold the usage of now against the watermarks; once a step, for it moves their state."""
@@ -106,7 +77,7 @@ class KvMemory:
 
     def borrowed(self, tenant: str) -> int:
         """Return what `tenant` holds above its nominal, without what a swap-out will free."""
-        return max(0, self.ledger.borrowed(tenant) - self._leaving[tenant])
+        return max(0, self.ledger.borrowed(tenant) - self.flights.num_leaving_of(tenant))
 
     def cap_tokens(self, seq_tenant: str, *, is_preemptible: bool) -> int:
         """Return the longest context that a request could ever hold.
@@ -125,13 +96,13 @@ class KvMemory:
         """Return the blocks that are free for `seq` once all swap-outs in flight have ended."""
         kept = self._num_reserved + self._num_incoming
         own = seq.reserved_blocks + seq.incoming_blocks
-        return self.pool.num_free + self._num_leaving - kept + own
+        return self.pool.num_free + self.flights.num_leaving - kept + own
 
     def need(self, seq: Sequence) -> Need:
         """Return what `seq` has to get for its context as it is now."""
         found, copied = self._found(seq)
-        shared = sum(1 for block in found if self.pool.references(block))
-        pinned = int(copied is not None and not self.pool.references(copied))
+        shared = self._count_held(found)
+        pinned = 0 if copied is None else 1 - self._count_held([copied])
         return Need(self.pool.blocks_for(seq.num_tokens) - shared + pinned, shared)
 
     # -- running sequences -----------------------------------------------------------------------
@@ -201,27 +172,31 @@ class KvMemory:
         """Tell whether the computed context of `seq` fits into the free host blocks."""
         return self.pool.blocks_for(seq.computed_tokens) <= self.host.num_free
 
-    def begin_swap_out(self, seq: Sequence, beneficiary: Sequence | None) -> int:
+    def begin_swap_out(self, seq: Sequence, beneficiary: Sequence | None, *, wanted: int) -> None:
         """Start to move the computed context of a running sequence to the host; ask before.
 
-        Returns:
-            Device blocks that will be free once the fence has passed.
+        Args:
+            seq: Whose.
+            beneficiary: For whom the device blocks are kept once they are free.
+            wanted: Blocks that it needs in all.
         """
+        name = seq.tenant.name
         num_computed = self.pool.blocks_for(seq.computed_tokens)
         self.unreserve(seq)
         self.register(seq)
         leaving, unused = seq.block_table[:num_computed], seq.block_table[num_computed:]
-        self._give_back(seq.tenant.name, unused)
+        self._give_back(name, unused)
         _empty(seq)
         seq.host_table = self.host.allocate(num_computed)
-        flight = self._start(seq, leaving, is_out=True)
-        flight.beneficiary = beneficiary
-        flight.num_leaving = self.pool.count_freed(leaving)
+        num_leaving = self.pool.count_freed(leaving)
+        flight = self.flights.begin(seq, leaving, is_out=True, num_leaving=num_leaving)
+        if beneficiary is not None:
+            flight.beneficiary = beneficiary
+            flight.num_promised = min(self.lacking(beneficiary, wanted), num_leaving)
+            beneficiary.incoming_blocks += flight.num_promised
+            self._num_incoming += flight.num_promised
         self.swap_out.append(flight.copy)
         self.swapped_out_blocks += num_computed
-        self._num_leaving += flight.num_leaving
-        self._leaving[seq.tenant.name] += flight.num_leaving
-        return flight.num_leaving
 
     def begin_swap_in(self, seq: Sequence) -> bool:
         """Give a swapped sequence its device blocks and start to fill them; ask before.
@@ -236,7 +211,8 @@ class KvMemory:
         seq.host_table = seq.host_table[len(found) :]
         if not seq.host_table:
             return False
-        flight = self._start(seq, seq.block_table[len(found) : num_computed], is_out=False)
+        target = seq.block_table[len(found) : num_computed]
+        flight = self.flights.begin(seq, target, is_out=False, num_leaving=0)
         self.swap_in.append(flight.copy)
         self.swapped_in_blocks += len(seq.host_table)
         return True
@@ -247,11 +223,10 @@ class KvMemory:
         Returns:
             The sequence whose copy it was, alive or ended; None for a fence unknown here.
         """
-        flight = self._flights.pop(fence, None)
+        flight = self.flights.end(fence)
         if flight is None:
             return None
         seq = flight.seq
-        seq.fence = 0
         if flight.is_out:
             self._land_out(flight)
         else:
@@ -278,10 +253,9 @@ class KvMemory:
 
     # -- reservations ------------------------------------------------------------------------------
 
-    def expect(self, seq: Sequence, blocks: int) -> None:
-        """Keep so many of the blocks for `seq` that swap-outs for its sake will free."""
-        seq.incoming_blocks += blocks
-        self._num_incoming += blocks
+    def lacking(self, seq: Sequence, wanted: int) -> int:
+        """Return how many of the blocks that `seq` wants are not kept for it yet."""
+        return max(0, wanted - seq.reserved_blocks - seq.incoming_blocks)
 
     def reserve(self, seq: Sequence, blocks: int) -> None:
         """Keep free blocks for `seq`."""
@@ -296,7 +270,7 @@ class KvMemory:
         if blocks is None and seq.incoming_blocks:
             self._num_incoming -= seq.incoming_blocks
             seq.incoming_blocks = 0
-            for flight in self._flights.values():
+            for flight in self.flights:
                 if flight.beneficiary is seq:
                     flight.beneficiary = None
 
@@ -305,7 +279,7 @@ class KvMemory:
 
         What swap-outs in flight will free counts as free already.
         """
-        both = Counter(self._leaving)
+        both = self.flights.leaving_of
         both.update(released)
         return self.ledger.what_if(both)
 
@@ -331,9 +305,8 @@ class KvMemory:
             host.update(seq.host_table)
             if seq.capacity != len(seq.block_table) * self.pool.block_size:
                 raise AssertionError(f"{seq.request_id} has room for {seq.capacity} tokens")
-        for flight in self._flights.values():
-            if flight.seq.fence != flight.copy.fence:
-                raise AssertionError(f"{flight.copy} is unknown to its request")
+        self.flights.check_invariants()
+        for flight in self.flights:
             if flight.is_out:
                 hold(flight.seq.tenant.name, flight.copy.device_blocks)
         self.pool.check_invariants(device)
@@ -348,16 +321,12 @@ class KvMemory:
                 f"{kept} blocks are kept now and later, booked {self._num_reserved} and"
                 f" {self._num_incoming}"
             )
-        leaving = sum(flight.num_leaving for flight in self._flights.values())
-        if leaving != self._num_leaving or leaving != sum(self._leaving.values()):
-            raise AssertionError(f"{leaving} blocks leave, booked {self._num_leaving}")
         if self._num_reserved > self.pool.num_free:
             raise AssertionError(f"{self._num_reserved} blocks are reserved, but not all are free")
 
     def _ended_in_flight(self) -> list[Sequence]:
         """Return the requests that have ended while a copy of theirs was in flight."""
-        flights = self._flights.values()
-        return [flight.seq for flight in flights if flight.seq.phase is Phase.ENDED]
+        return [flight.seq for flight in self.flights if flight.seq.phase is Phase.ENDED]
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -377,14 +346,35 @@ class KvMemory:
         Returns:
             The blocks it can share, and the one to copy: when all of a context is cached, its last
             token has to be computed all the same, and would be written into a block that others
-            read.
+            read. A copy needs its source beside its target.
         """
         size = self.pool.block_size
         if seq.host_table:
-            return self.pool.match(seq.keys.upto(seq.token_ids, seq.computed_tokens // size)), None
-        found = self.pool.match(seq.keys.upto(seq.token_ids, seq.num_tokens // size))
-        is_whole = found and len(found) * size == seq.num_tokens
-        return (found, found.pop()) if is_whole else (found, None)
+            return self._match(seq, seq.computed_tokens // size), None
+        found = self._match(seq, seq.num_tokens // size)
+        if not found or len(found) * size < seq.num_tokens:
+            return found, None
+        copied = found.pop()
+        total = self.pool.blocks_for(seq.num_tokens) - self._count_held(found)
+        pinned = 1 - self._count_held([copied])
+        has_room = self.ledger.can_take(seq.tenant.name, total + pinned, free=self.free_for(seq))
+        return found, copied if has_room else None  # else that block is computed anew
+
+    def _match(self, seq: Sequence, num_blocks: int) -> list[int]:
+        """Return the cached blocks of a context's beginning.
+
+        Not those that only a swap-out holds: they are promised to others.
+        """
+        found = self.pool.match(seq.keys.upto(seq.token_ids, num_blocks))
+        if self.flights:
+            for i, block in enumerate(found):
+                if self.flights.only_holds(block, self.pool.references(block)):
+                    return found[:i]
+        return found
+
+    def _count_held(self, blocks: Iterable[int]) -> int:
+        """Return how many of cached blocks somebody holds."""
+        return sum(1 for block in blocks if self.pool.references(block))
 
     def _give_back(self, tenant: str, blocks: Ordered[int]) -> int:
         freed = self.pool.release(blocks)
@@ -397,23 +387,12 @@ class KvMemory:
         self.ledger.take(tenant, self.pool.share([block]))
         self._pinned.append((tenant, block))
 
-    def _start(self, seq: Sequence, blocks: list[int], *, is_out: bool) -> _Flight:
-        self._fences += 1
-        seq.fence = self._fences
-        copy = SwapCopy(seq.fence, seq.request_id, tuple(blocks), tuple(seq.host_table))
-        flight = self._flights[seq.fence] = _Flight(copy=copy, seq=seq, is_out=is_out)
-        return flight
-
-    def _land_out(self, flight: _Flight) -> None:
-        name = flight.seq.tenant.name
-        freed = self._give_back(name, flight.copy.device_blocks)
-        self._num_leaving -= flight.num_leaving
-        self._leaving[name] -= flight.num_leaving
+    def _land_out(self, flight: Flight) -> None:
+        freed = self._give_back(flight.seq.tenant.name, flight.copy.device_blocks)
         if (beneficiary := flight.beneficiary) is not None:
-            arrived = min(freed, beneficiary.incoming_blocks)
-            beneficiary.incoming_blocks -= arrived
-            self._num_incoming -= arrived
-            self.reserve(beneficiary, arrived)
+            beneficiary.incoming_blocks -= flight.num_promised
+            self._num_incoming -= flight.num_promised
+            self.reserve(beneficiary, min(freed, flight.num_promised))
 
 
 def _empty(seq: Sequence) -> None:

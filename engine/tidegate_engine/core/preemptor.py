@@ -5,19 +5,16 @@ blocks back (reclaimed), or memory ran short (pressure). What it takes is planne
 touched; what it frees is kept for whom it was freed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
+from tidegate_engine.core.books import Books
 from tidegate_engine.core.decisions import Decision, Reason, Verdict
-from tidegate_engine.core.forecast import Forecast
-from tidegate_engine.core.kv_gate import KvGate
-from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.request import PreemptionKey
-from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Phase, Sequence
-from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
-from tidegate_engine.core.tenants import TenantTable
+from tidegate_engine.core.step_time import StepFeatures
+from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.admission import Watermark
 from tidegate_policies.preemption import (
     Cause,
@@ -28,7 +25,16 @@ from tidegate_policies.preemption import (
     choose_pressure_victim,
     plan_victims,
 )
-from tidegate_policies.tiers import TierShares
+
+_PASSING = frozenset(
+    {
+        Shield.IN_QUANTUM,
+        Shield.ABOUT_TO_FINISH,
+        Shield.PREFILL_NEARLY_DONE,
+        Shield.UNDER_FLOOR,
+    }
+)
+"""Protections that end by themselves."""
 
 _REASONS = {
     Cause.DISPLACED: Reason.DISPLACED,
@@ -64,8 +70,8 @@ class _Option:
 
     seq: Sequence
     candidate: VictimCandidate
-    frees_slot: bool = True
-    frees_blocks: bool = True
+    frees_slot: bool
+    frees_blocks: bool
 
 
 class Preemptor:
@@ -75,45 +81,42 @@ class Preemptor:
         preempted: Requests taken out in this step, in order.
     """
 
-    def __init__(
-        self,
-        *,
-        memory: KvMemory,
-        running: Running,
-        tenants: TenantTable,
-        forecast: Forecast,
-        gate: KvGate,
-        step_times: StepTimeModel,
-        shares: TierShares,
-    ) -> None:
+    def __init__(self, books: Books) -> None:
         """Work on the scheduler's own state."""
         self.preempted: dict[Sequence, None] = {}
-        self._memory = memory
-        self._running = running
-        self._tenants = tenants
-        self._forecast = forecast
-        self._gate = gate
-        self._step_times = step_times
-        self._shares = shares
+        self._memory = books.memory
+        self._running = books.running
+        self._tenants = books.tenants
+        self._forecast = books.forecast
+        self._gate = books.gate
+        self._step_times = books.step_times
+        self._shares = books.shares
         self._modes = ModeChoice()
         self._decisions: list[Decision] = []
         self._now = 0.0
+        self._seen = -1
+        self._found: list[Sequence] = []
 
     def begin_step(self, decisions: list[Decision], now: float) -> None:
         """Begin to decide for a step; decisions are appended."""
         self.preempted = {}
+        self._seen = -1
         self._decisions = decisions
         self._now = now
 
     def relieve(self) -> None:
         """Hold usage against the watermarks; above the high one, borrowers leave down to the low.
 
-        The last borrower stays: it would come back at once, as nobody else borrows.
+        The last borrower stays: it would come back at once, as nobody else borrows. Nor does
+        anybody leave before a lower tier whose requests are protected only for a moment.
         """
         memory = self._memory
         while memory.observe() is Watermark.RED:
-            options = [o for o in self._borrowers() if self._shield(o.seq) is Shield.NONE]
-            if len(options) < 2:
+            borrowers = self._borrowers()
+            shields = self._shields(borrowers)
+            lowest = _yielding(borrowers, shields, _PASSING)
+            options = [seq for seq in lowest if shields[seq] is Shield.NONE]
+            if len(borrowers) < 2 or not options:
                 break
             self._take_out(self._under_pressure(options), Cause.PRESSURE, None)
         if memory.num_settled <= memory.gate.low_blocks:
@@ -160,17 +163,25 @@ class Preemptor:
 
     # -- whom ------------------------------------------------------------------------------------
 
-    def _borrowers(self) -> list[_Option]:
+    def _borrowers(self) -> list[Sequence]:
         """Return the running requests that hold borrowed blocks: each tenant's newest ones."""
-        excess: dict[str, int] = {}
-        options: list[_Option] = []
+        if self._seen == self._running.version:
+            return self._found
+        excess: dict[Tenant, int] = {}
+        found: list[Sequence] = []
         for seq in reversed(list(self._running)):
-            name = seq.tenant.name
-            left = excess.setdefault(name, self._memory.borrowed(name))
+            left = excess.get(seq.tenant)
+            if left is None:
+                left = self._memory.borrowed(seq.tenant.name)
             if left > 0:
-                options.append(_Option(seq, self._candidate(seq)))
-                excess[name] = left - len(seq.block_table)
-        return options
+                found.append(seq)
+                left -= len(seq.block_table)
+            excess[seq.tenant] = left
+        self._seen, self._found = self._running.version, found
+        return found
+
+    def _shields(self, sequences: Iterable[Sequence]) -> dict[Sequence, Shield]:
+        return {seq: self._shield(seq) for seq in sequences}
 
     def _candidate(self, seq: Sequence) -> VictimCandidate:
         tenant = seq.tenant
@@ -186,33 +197,30 @@ class Preemptor:
             admission=seq.admission,
         )
 
-    def _who_yields_to(self, seq: Sequence) -> list[_Option]:
-        """Return who may yield so that a running request can grow, the least protected.
+    def _who_yields_to(self, seq: Sequence) -> list[Sequence]:
+        """Return who may yield so that a running request can grow: of the lowest tier there is.
 
-        The protections of moments give way, then the cap; who isn't preemptible never yields.
+        Protections of the moment give way before anybody of a higher tier does; the cap, when
+        nobody else is left; who isn't preemptible never yields. Only for blocks that are its
+        tenant's own does anybody of a higher tier yield.
         """
-        memory, name = self._memory, seq.tenant.name
-        if memory.ledger.used(name) >= memory.ledger.cap(name):
-            own = [s for s in reversed(list(self._running)) if s.tenant is seq.tenant]
-            options = [_Option(s, self._candidate(s)) for s in own]
+        ledger, tenant = self._memory.ledger, seq.tenant
+        if ledger.used(tenant.name) >= ledger.cap(tenant.name):
+            among = [s for s in self._running if s.tenant is tenant]
         else:
-            options = self._borrowers()
-        shields = {option.seq: self._shield(option.seq) for option in options}
-        for allowed in (
-            {Shield.NONE},
-            {*Shield} - {Shield.AT_CAP, Shield.NOT_PREEMPTIBLE},
-            {*Shield} - {Shield.NOT_PREEMPTIBLE},
-        ):
-            unprotected = [option for option in options if shields[option.seq] in allowed]
-            if unprotected:
-                return unprotected
-        return []
+            is_own = ledger.fits_nominal(tenant.name, 1)
+            among = [
+                s for s in self._borrowers() if is_own or s.tenant.tier_value <= tenant.tier_value
+            ]
+        shields = self._shields(among)
+        weak = _yielding(among, shields, _PASSING)
+        return weak or _yielding(among, shields, _PASSING | {Shield.AT_CAP})
 
     def _options_for(self, wish: Wish) -> Iterator[_Option]:
         """Yield whom a waiting request may have taken out, and what of them."""
         tenant = wish.seq.tenant
         reclaims = wish.is_within_nominal and tenant.rule.preemption.reclaims
-        borrowers = {option.seq: option for option in self._borrowers()}
+        borrowers = dict.fromkeys(self._borrowers())
         for seq in self._running:
             is_lower = tenant.tier.preempts_lower and seq.tenant.tier_value < tenant.tier_value
             frees_blocks = seq in borrowers and (is_lower or reclaims)
@@ -238,11 +246,12 @@ class Preemptor:
             return False
         # While nobody else borrows, the watermarks gate nobody.
         is_ungated = wish.is_within_nominal or not ledger.has_borrowers
-        return is_ungated or memory.gate.has_room(memory.num_settled - freed, wish.blocks)
+        usage = memory.num_settled - freed
+        return is_ungated or self._gate.lets_in(seq, wish.blocks, usage=usage)
 
-    def _under_pressure(self, options: Ordered[_Option]) -> Sequence:
-        victim = choose_pressure_victim([option.candidate for option in options])
-        return next(o.seq for o in options if o.candidate.request_id == victim.request_id)
+    def _under_pressure(self, options: Ordered[Sequence]) -> Sequence:
+        by_id = {seq.request_id: seq for seq in options}
+        return by_id[choose_pressure_victim(map(self._candidate, options)).request_id]
 
     def _cause(self, wish: Wish) -> Cause:
         lacks_blocks = wish.blocks > self._memory.free_for(wish.seq)
@@ -261,7 +270,7 @@ class Preemptor:
     def _costs(self, seq: Sequence) -> tuple[float, float]:
         """Return what swapping `seq` out and in, and what computing it again takes, in seconds."""
         num_blocks = self._memory.pool.blocks_for(seq.computed_tokens)
-        queued = self._memory.num_copying
+        queued = self._memory.flights.num_blocks
         per_block = self._step_times.costs.swap_block_seconds
         pool = self._memory.pool
         surviving = len(seq.block_table) - pool.count_freed(seq.block_table)
@@ -285,29 +294,23 @@ class Preemptor:
         )
         self._running.remove(seq)
         seq.charged_tokens = max(seq.charged_tokens, seq.computed_tokens)
-        wanted = 0
-        if beneficiary is not None:
-            kept = beneficiary.reserved_blocks + beneficiary.incoming_blocks
-            wanted = max(0, blocks - kept)
         if mode is Mode.SWAP:
-            expected = memory.begin_swap_out(seq, beneficiary)
+            memory.begin_swap_out(seq, beneficiary, wanted=blocks)
             seq.phase = Phase.SWAPPED
             tenant.swapped += 1
-            if beneficiary is not None:
-                memory.expect(beneficiary, min(wanted, expected))
         else:
             freed = memory.release(seq)
             seq.phase = Phase.WAITING
             tenant.preempted += 1
             if beneficiary is not None:
-                memory.reserve(beneficiary, min(wanted, freed))
+                memory.reserve(beneficiary, min(memory.lacking(beneficiary, blocks), freed))
         self._note(seq, cause, mode, beneficiary)
 
     def _note(self, seq: Sequence, cause: Cause, mode: Mode, beneficiary: Sequence | None) -> None:
         seq.preemptions += 1
         seq.is_under_floor = False
         seq.tenant.totals.preemptions[PreemptionKey(cause, mode)] += 1
-        self._tenants.unpark(seq.tenant)
+        self._tenants.reconsider(seq.tenant)
         self._tenants.tier_of(seq.tenant).resumable[seq] = None
         if cause is Cause.PRESSURE:
             self._gate.is_pressed = True
@@ -322,3 +325,20 @@ class Preemptor:
                 "" if beneficiary is None else beneficiary.request_id,
             )
         )
+
+
+def _yielding(
+    among: Iterable[Sequence], shields: Mapping[Sequence, Shield], given_way: frozenset[Shield]
+) -> list[Sequence]:
+    """Return who may yield of the lowest tier that has anybody who may.
+
+    Args:
+        among: Running requests.
+        shields: What protects each of them.
+        given_way: Protections that don't count.
+    """
+    weak = [seq for seq in among if shields[seq] is Shield.NONE or shields[seq] in given_way]
+    lowest = min((seq.tenant.tier_value for seq in weak), default=0)
+    of_lowest = [seq for seq in weak if seq.tenant.tier_value == lowest]
+    free = [seq for seq in of_lowest if shields[seq] is Shield.NONE]
+    return free or of_lowest

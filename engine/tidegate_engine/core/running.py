@@ -19,6 +19,7 @@ class Running:
         prefilling: Those whose prompt, or context after a recompute, is being read.
         arriving: Those whose KV is being copied from the host: they hold a place in the batch.
         context_tokens: Context of all decodes together.
+        version: Grows whenever somebody joins, leaves or begins to come in.
         decodes_by_tenant: How many of the decodes each tenant has.
         committed_cost: Service that the requests of each tier are expected to take yet.
     """
@@ -27,6 +28,7 @@ class Running:
         self.decoding: dict[Sequence, None] = {}
         self.prefilling: dict[Sequence, None] = {}
         self.arriving: dict[Sequence, None] = {}
+        self.version = 0
         self.context_tokens = 0
         self.decodes_by_tenant: Counter[Tenant] = Counter()
         self.committed_cost: dict[int, float] = {}
@@ -59,6 +61,7 @@ class Running:
     def add(self, seq: Sequence) -> None:
         """Take a request into the batch."""
         tenant = seq.tenant
+        self.version += 1
         seq.phase = Phase.RUNNING
         tenant.running += 1
         tenant.admitted_prompt_tokens += seq.uncharged_prompt_tokens
@@ -71,6 +74,19 @@ class Running:
         else:
             self.prefilling[seq] = None
 
+    def expect(self, seq: Sequence) -> None:
+        """Keep a place for a request whose KV is being copied from the host."""
+        self.version += 1
+        seq.tenant.arriving += 1
+        self.arriving[seq] = None
+
+    def stop_expecting(self, seq: Sequence) -> None:
+        """Give the place back that was kept for a request; it may have none."""
+        if seq in self.arriving:
+            self.version += 1
+            seq.tenant.arriving -= 1
+            del self.arriving[seq]
+
     def end_prefill(self, seq: Sequence) -> None:
         """Note that the whole context of a request is computed."""
         del self.prefilling[seq]
@@ -79,6 +95,7 @@ class Running:
     def remove(self, seq: Sequence) -> None:
         """Take a request out of the batch; the caller gives it its next phase."""
         tenant = seq.tenant
+        self.version += 1
         tenant.running -= 1
         tenant.admitted_prompt_tokens -= seq.uncharged_prompt_tokens
         if not tenant.is_preemptible:
@@ -120,6 +137,10 @@ class Running:
         """
         by_tier, targets = self._by_tier, self._itl_targets
         context_tokens = sum(seq.num_tokens for seq in self.decoding)
+        if Counter(s.tenant for s in self.arriving) != Counter(
+            {s.tenant: s.tenant.arriving for s in self.arriving}
+        ):
+            raise AssertionError("the tenants' requests on their way in are miscounted")
         if context_tokens != self.context_tokens:
             raise AssertionError(f"decodes have {context_tokens} tokens, not {self.context_tokens}")
         if Counter(seq.tenant for seq in self.decoding) != self.decodes_by_tenant:
@@ -127,6 +148,9 @@ class Running:
         self.recount()
         if (by_tier, targets) != (self._by_tier, self._itl_targets):
             raise AssertionError(f"running requests are counted as {by_tier} and {targets}")
+        self._check_phases()
+
+    def _check_phases(self) -> None:
         for seq in self.decoding:
             if not seq.is_decoding or seq.phase is not Phase.RUNNING:
                 raise AssertionError(f"{seq.request_id} is no decode")

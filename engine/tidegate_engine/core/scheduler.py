@@ -25,6 +25,7 @@ from tidegate_engine.core.batch import (
     prefill_budget,
     prefill_shares,
 )
+from tidegate_engine.core.books import Books
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.decisions import Decision, DecisionLog, DecisionRecord, Reason, Verdict
 from tidegate_engine.core.forecast import Forecast
@@ -85,39 +86,26 @@ class Scheduler:
         self._running = Running()
         self._forecast = Forecast(block_size=block_size)
         self._step_times = StepTimeModel(costs or ExecutorCosts())
-        self._shares = TierShares()
         self._time_limits = TimeLimits()
         self._gate = KvGate(memory=self._memory, running=self._running, forecast=self._forecast)
-        self._preemptor = Preemptor(
-            gate=self._gate,
+        books = Books(
             memory=self._memory,
             running=self._running,
             tenants=self._tenants,
             forecast=self._forecast,
+            gate=self._gate,
             step_times=self._step_times,
-            shares=self._shares,
+            shares=TierShares(),
         )
-        self._admission = Admission(
-            gate=self._gate,
-            memory=self._memory,
-            running=self._running,
-            tenants=self._tenants,
-            forecast=self._forecast,
-            shares=self._shares,
-            preemptor=self._preemptor,
-        )
+        self._preemptor = Preemptor(books)
+        self._admission = Admission(books, self._preemptor)
         self._mailbox: tuple[PolicySnapshot, int] | None = None
+        self._snapshot: PolicySnapshot | None = None
         self._revision = 0
         self._step = 0
         self._arrivals = 0
         self._live: dict[str, Sequence] = {}
-        self._accounts = Accounts(
-            live=self._live,
-            memory=self._memory,
-            running=self._running,
-            tenants=self._tenants,
-            shares=self._shares,
-        )
+        self._accounts = Accounts(books, live=self._live)
         self._joining: list[Sequence] = []
         self._decodes: list[Sequence] = []
         self._has_open_plan = False
@@ -140,7 +128,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any request is alive, or a copy in flight."""
-        return bool(self._live) or self._memory.num_open_fences > 0
+        return bool(self._live) or bool(self._memory.flights)
 
     @property
     def num_waiting(self) -> int:
@@ -326,20 +314,24 @@ class Scheduler:
         for name in self._memory.take_relieved():
             self._tenants.make_room(name)
         self._memory.begin_step()
+        self._gate.begin_step()
         self._preemptor.begin_step(self._decisions, now)
+        self._admission.begin_step(self._decisions, now)
 
     def _adopt_policy(self) -> None:
+        snapshot = None
         if self._mailbox is not None:
             snapshot, self._revision = self._mailbox
             self._mailbox = None
+        if snapshot is not None and snapshot != self._snapshot:
+            self._snapshot = snapshot
             self._limits = self._engine_limits.under(snapshot.batching)
             self._forecast.estimate = snapshot.kv_estimate
             self._memory.apply_policy(snapshot)
             self._tenants.apply_policy(snapshot)
             self._running.recount()
-            self._admission.forget_promises()
             self._stop_tenants(snapshot)
-        self._admission.begin_step(self._decisions, self._limits, self._planned_at)
+            self._admission.obey(self._limits)
 
     def _stop_tenants(self, snapshot: PolicySnapshot) -> None:
         """Drop the requests of tenants whose policy cancels them."""
@@ -377,13 +369,13 @@ class Scheduler:
         shares = prefill_shares(self._running, self._limits, self._step_times)
         self._decodes = [seq for seq in self._running.decoding if seq.num_tokens <= seq.capacity]
         rows = describe_batch(self._decodes, shares)
-        if not rows and not self._memory.num_open_fences and len(self._running):
+        if not rows and not self._memory.flights and len(self._running):
             # All stand still, and nobody may be taken out: the newest gives its blocks back.
             self._end_for_lack(list(self._running)[-1])
         if rows:
             self._step += 1
             self._features = features_of(self._running, shares)
-        self._has_open_plan = bool(rows) or self._memory.num_open_fences > 0
+        self._has_open_plan = bool(rows) or bool(self._memory.flights)
         decisions = tuple(self._decisions)
         if decisions:
             watermark = self._memory.gate.state.value
@@ -396,7 +388,7 @@ class Scheduler:
             copies=tuple(self._memory.copies),
             swap_out=tuple(self._memory.swap_out),
             swap_in=tuple(self._memory.swap_in),
-            num_open_fences=self._memory.num_open_fences,
+            num_open_fences=len(self._memory.flights),
             admitted=tuple(self._admission.admitted),
             preempted=tuple(seq.request_id for seq in self._preemptor.preempted),
             ended=tuple(self._ended),
@@ -434,7 +426,7 @@ class Scheduler:
             self._tenants.dequeue(seq)
         else:
             self._tenants.forget_preempted(seq)
-            self._running.arriving.pop(seq, None)
+            self._running.stop_expecting(seq)
             self._joining = [other for other in self._joining if other is not seq]
         self._admission.forget(seq)
         self._memory.release(seq)

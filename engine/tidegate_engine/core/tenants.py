@@ -1,7 +1,7 @@
 """The scheduler's book on each tenant: its rule in force, its queue, its counters."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from tidegate_engine.core.prefix_cache import root_key
@@ -54,6 +54,7 @@ class Tenant:
         running: Requests in the batch.
         preempted: Requests whose context has to be computed again.
         swapped: Requests whose KV is on the host, or on its way to or from there.
+        arriving: Of those, the ones on their way in.
         admitted_prompt_tokens: Prompt tokens of its running requests that are not charged yet.
         committed_blocks: Worst case of its running requests that may not be preempted.
         listed_key: Its place in the queue of its tier; None = it isn't in there.
@@ -71,6 +72,7 @@ class Tenant:
     running: int = 0
     preempted: int = 0
     swapped: int = 0
+    arriving: int = 0
     admitted_prompt_tokens: int = 0
     committed_blocks: int = 0
     listed_key: tuple[bool, float] | None = None
@@ -130,16 +132,24 @@ class Tenant:
         owed = self.admitted_prompt_tokens * PROMPT_TOKEN_COST / (self.rule.weight or 1)
         return self.rule.weight == 0, self.counters.value(self.name) + owed
 
-    @property
-    def is_full(self) -> bool:
-        """Whether its own limit keeps further requests out of the batch."""
+    def is_full_with(self, promised: int) -> bool:
+        """Tell whether its own limit keeps further requests out of the batch.
+
+        Args:
+            promised: Places that are kept for its requests.
+        """
         limit = self.rule.max_running
-        return limit is not None and self.running >= limit
+        return limit is not None and self.running + self.arriving + promised >= limit
 
     @property
     def wants_service(self) -> bool:
         """Whether it stands in the queue of its tier, unless it is there already."""
-        return bool(self.queue) and not self.is_parked and self.rule.stop is not StopPolicy.HOLD
+        return bool(self.queue) and not self.is_parked and not self.is_held
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its requests queue and none is let in."""
+        return self.rule.stop is StopPolicy.HOLD
 
 
 class TenantTable:
@@ -168,6 +178,8 @@ class TenantTable:
         tenant = seq.tenant
         if not tenant.is_active:
             self.counters.join(tenant.name, tenant.group)
+            if tenant.is_held:
+                self.counters.suspend(tenant.name, tenant.group)
         tenant.queue.push(seq)
         self.tier_of(tenant).note_arrival(seq, now)
         self.relist(tenant)
@@ -176,7 +188,7 @@ class TenantTable:
         """Take a request that was never admitted out of its queue."""
         tenant = seq.tenant
         tenant.queue.remove(seq)
-        self.tier_of(tenant).note_departure()
+        self.tier_of(tenant).note_departure(seq)
         if not tenant.queue:
             tenant.listed_key = None
 
@@ -204,18 +216,18 @@ class TenantTable:
         """Note that a tenant holds less than before: what kept it out may not any more."""
         tenant = self._tenants.get(name)
         if tenant is not None:
-            self.unpark(tenant)
+            self.reconsider(tenant)
 
-    def unpark(self, tenant: Tenant) -> None:
-        """Let a tenant compete again, as one of its own requests has made room."""
+    def reconsider(self, tenant: Tenant) -> None:
+        """Give a tenant the place that it has now that one of its requests has left the batch."""
         if tenant.is_parked:
             tenant.is_parked = False
             self.counters.readmit(tenant.name, tenant.group)
-            self.relist(tenant)
+        self.relist(tenant)
 
     def settle(self, tenant: Tenant) -> None:
         """Note that a request of `tenant` has ended."""
-        self.unpark(tenant)
+        self.reconsider(tenant)
         if tenant.is_active:
             return
         self.counters.leave(tenant.name, tenant.group)
@@ -234,6 +246,8 @@ class TenantTable:
         for name, rule in declared.items():
             self._declare(name, rule, tiers[rule.tier])
         for tenant in [t for t in self if t.name not in declared]:
+            # Its own rule is the last it had; a tier that is still there is as it is now.
+            self._put(tenant, tenant.rule, tiers.get(tenant.tier.name, tenant.tier))
             tenant.is_declared = False
             if not tenant.is_active:
                 self._drop(tenant)
@@ -262,10 +276,20 @@ class TenantTable:
                 name=name, rule=rule, tier=tier, counters=self.counters, root=root_key(name)
             )
             return
-        group = tenant.group
+        self._put(tenant, rule, tier)
+
+    def _put(self, tenant: Tenant, rule: TenantRule, tier: TierRule) -> None:
+        """Put a known tenant under these rules."""
+        group, was_held = tenant.group, tenant.is_held
         tenant.obey(rule, tier)
         if tenant.group != group:
             self._regroup(tenant, group)
+        if not tenant.is_active:
+            return
+        if tenant.is_held:
+            self.counters.suspend(tenant.name, tenant.group)
+        elif was_held:  # lifted like a newcomer: it has had no service, and asked for none
+            self.counters.join(tenant.name, tenant.group)
 
     def _regroup(self, tenant: Tenant, before: Group) -> None:
         if tenant.is_active:
@@ -281,27 +305,31 @@ class TenantTable:
         for tenant in self:
             rules.setdefault(tenant.tier.value, {})[tenant.tier.name] = tenant.tier
         self.tiers = {value: TierQueue(tuple(rules[value].values())) for value in sorted(rules)}
-        for value, tier in before.items():
+        for tier in before.values():
             for seq in tier.resumable:
                 self.tier_of(seq.tenant).resumable[seq] = None
-            if value in self.tiers and any(t.queue for t in self if t.tier.value == value):
-                self.tiers[value].first_wait_at = tier.first_wait_at
-        waits = [tier.first_wait_at for tier in before.values() if tier.first_wait_at is not None]
         for tenant in self:
-            self._place(tenant, waiting_since=min(waits, default=0.0))
+            self._place(tenant, before)
 
-    def _place(self, tenant: Tenant, *, waiting_since: float) -> None:
+    def _place(self, tenant: Tenant, before: Mapping[int, TierQueue]) -> None:
         """Put a tenant and its queue into a tier that has just been made."""
         if tenant.is_parked:
             tenant.is_parked = False
-            self.counters.readmit(tenant.name, tenant.group)
+            if not tenant.is_held:
+                self.counters.readmit(tenant.name, tenant.group)
         tenant.listed_key = None
-        if tenant.queue:
-            tier = self.tier_of(tenant)
-            tier.num_queued += len(tenant.queue)
-            if tier.first_wait_at is None:
-                tier.first_wait_at = waiting_since
-            self.relist(tenant)
+        if not tenant.queue:
+            return
+        tier = self.tier_of(tenant)
+        tier.num_queued += len(tenant.queue)
+        tier.num_tokens += tenant.queue.num_tokens
+        if tier.first_wait_at is None:
+            # Where the tenants of a tier come from several, the longest wait counts for all.
+            waited = [t for t in before.values() if t.first_wait_at is not None]
+            same = [t for t in waited if t.value == tier.value] or waited
+            tier.first_wait_at = min(t.first_wait_at or 0.0 for t in same)
+            tier.first_latest_start = min(t.first_latest_start for t in waited)
+        self.relist(tenant)
 
     def _drop(self, tenant: Tenant) -> None:
         del self._tenants[tenant.name]

@@ -1,0 +1,34 @@
+"""The parts of a scheduler's state that all its decisions are taken from."""
+
+from dataclasses import dataclass
+
+from tidegate_engine.core.forecast import Forecast
+from tidegate_engine.core.kv_gate import KvGate
+from tidegate_engine.core.kv_memory import KvMemory
+from tidegate_engine.core.running import Running
+from tidegate_engine.core.step_time import StepTimeModel
+from tidegate_engine.core.tenants import TenantTable
+from tidegate_policies.tiers import TierShares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Books:
+    """One scheduler's state, shared by those who decide for it.
+
+    Attributes:
+        memory: Who holds which KV block.
+        running: The batch.
+        tenants: Their rules, queues and counters.
+        forecast: What requests are expected to need.
+        gate: What lets requests have KV blocks.
+        step_times: What steps take.
+        shares: What each tier got lately.
+    """
+
+    memory: KvMemory
+    running: Running
+    tenants: TenantTable
+    forecast: Forecast
+    gate: KvGate
+    step_times: StepTimeModel
+    shares: TierShares
