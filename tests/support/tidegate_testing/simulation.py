@@ -14,8 +14,9 @@ from tidegate_engine.executor.hardware import H100_80G, LLAMA_3_1_8B, fitting_ca
 from tidegate_engine.executor.simulated import SimulatedExecutor
 from tidegate_engine.executor.step_cost import AffineCost, Roofline, StepCost
 from tidegate_engine.replay.driver import Replay
-from tidegate_policies.snapshot import PolicySnapshot
-from tidegate_testing.scheduling import VOCAB_SIZE
+from tidegate_policies.snapshot import KvEstimate, PolicySnapshot, TenantRule, WatermarkRule
+from tidegate_testing.policies import a_snapshot
+from tidegate_testing.scheduling import VOCAB_SIZE, a_request
 
 BLOCK_SIZE = 16
 
@@ -104,6 +105,12 @@ class Simulation(Replay):
             if rejection is not None:
                 raise AssertionError(rejection.message)
 
+    def arrive(self, *names: str, tenant: str = "acme", blocks: int = 1, output: int = 200) -> None:
+        """Submit requests with prompts of their own, 8 tokens short of so many blocks."""
+        for name in names:
+            prompt = a_prompt(len(self.log.requests), blocks * BLOCK_SIZE - 8)
+            self.accept(a_request(tenant, prompt=prompt, output=output, request_id=name))
+
     def obey(self, policy: PolicySnapshot) -> None:
         """Put another policy in force with the next step."""
         self.scheduler.apply_policy(policy, self.scheduler.revision + 1)
@@ -161,6 +168,20 @@ def a_simulation(
         clock=clock,
         check_every=check_every,
     )
+
+
+def admitting_by_present_need(*tenants: TenantRule, **fields: object) -> PolicySnapshot:
+    """Build a policy that foresees nothing and has its watermarks out of the way.
+
+    There are three tiers, "high", "standard" and "low"; `fields` are those of `a_snapshot`.
+    """
+    rest: dict[str, object] = {
+        "tiers": {"high": 10, "standard": 0, "low": -10},
+        "kv_estimate": KvEstimate.OPTIMISTIC,
+        "watermarks": WatermarkRule(low_percent=98, high_percent=99),
+        **fields,
+    }
+    return a_snapshot(*tenants, **rest)  # type: ignore[arg-type]
 
 
 def an_h100_with_llama_8b(policy: PolicySnapshot, *, max_batched_tokens: int = 8192) -> Simulation:

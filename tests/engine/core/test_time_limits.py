@@ -1,0 +1,116 @@
+"""Requests that wait, or run, longer than their tenant's policy allows are dropped."""
+
+import pytest
+
+from tidegate_engine.core.decisions import Reason, Verdict
+from tidegate_engine.core.plan import Expiry, ExpiryCause
+from tidegate_engine.replay.log import Outcome
+from tidegate_policies.snapshot import (
+    KvEstimate,
+    PolicySnapshot,
+    PreemptionMode,
+    PreemptionRule,
+    ServiceRule,
+)
+from tidegate_testing.policies import a_snapshot, a_tenant
+from tidegate_testing.scheduling import a_request
+from tidegate_testing.simulation import Simulation, a_prompt, a_simulation
+
+
+def a_policy(*, queue: float | None = None, request: float | None = None) -> PolicySnapshot:
+    limited = ServiceRule(queue_timeout_seconds=queue, request_timeout_seconds=request)
+    rule = PreemptionRule(mode=PreemptionMode.SWAP, min_quantum_tokens=0)
+    return a_snapshot(
+        a_tenant("limited", service=limited, preemption=rule),
+        a_tenant("other", tier="high"),
+        tiers={"high": 10, "standard": 0},
+        kv_estimate=KvEstimate.OPTIMISTIC,
+    )
+
+
+def arrive(engine: Simulation, name: str, *, tenant: str = "limited", output: int = 400) -> None:
+    number = len(engine.log.requests)
+    engine.accept(a_request(tenant, prompt=a_prompt(number, 20), output=output, request_id=name))
+
+
+def test_who_waits_too_long_is_dropped_when_its_time_is_up() -> None:
+    engine = a_simulation(a_policy(queue=1.0), blocks=100, max_num_seqs=1)
+    arrive(engine, "runs", tenant="other")
+    engine.steps(2)
+    arrived_at = engine.clock.now()
+    arrive(engine, "waits")
+    while not (plan := engine.step()).expired:
+        assert engine.clock.now() < arrived_at + 1.1
+    assert plan.expired == (Expiry("waits", ExpiryCause.QUEUE_TIMEOUT),)
+    assert engine.log.requests["waits"].outcome is Outcome.QUEUE_TIMEOUT
+    assert (engine.log.requests["waits"].ended_at or 0.0) >= arrived_at + 1.0
+    assert plan.decisions[0][2:4] == (Verdict.EXPIRED, Reason.QUEUE_TIMEOUT)
+    assert engine.scheduler.stats().tenants["limited"].expired == 1
+    assert engine.scheduler.stats().tenants["limited"].waiting == 0
+    assert not engine.cancel("waits")
+
+
+def test_who_has_been_admitted_in_time_is_not_dropped_for_waiting() -> None:
+    engine = a_simulation(a_policy(queue=1.0), blocks=100)
+    arrive(engine, "runs", output=200)
+    engine.drain()
+    assert engine.clock.now() > 2.0
+    assert engine.log.requests["runs"].outcome is Outcome.LENGTH
+
+
+def test_who_was_preempted_does_not_wait_for_its_first_token() -> None:
+    engine = a_simulation(a_policy(queue=0.5), blocks=100, max_num_seqs=1)
+    arrive(engine, "victim", output=50)
+    engine.steps(5)
+    arrive(engine, "gold", tenant="other", output=100)
+    engine.drain()
+    assert engine.log.requests["victim"].preemptions == 1
+    assert engine.log.requests["victim"].outcome is Outcome.LENGTH
+
+
+@pytest.mark.parametrize("state", ["queued", "running", "swapped", "copying"])
+def test_who_takes_too_long_is_dropped_wherever_it_is_and_frees_what_it_held(state: str) -> None:
+    engine = a_simulation(a_policy(request=1.0), blocks=100, host_blocks=100, max_num_seqs=1)
+    if state == "queued":
+        arrive(engine, "blocker", tenant="other")
+        engine.step()
+    arrived_at = engine.clock.now()
+    arrive(engine, "late")
+    if state in {"swapped", "copying"}:
+        engine.steps(20)
+        if state == "copying":
+            engine.run_until(0.98)
+        arrive(engine, "blocker", tenant="other")
+        engine.step()
+    while not (plan := engine.step()).expired:
+        assert engine.clock.now() < arrived_at + 1.1
+    assert plan.expired == (Expiry("late", ExpiryCause.REQUEST_TIMEOUT),)
+    assert engine.log.requests["late"].outcome is Outcome.REQUEST_TIMEOUT
+    assert all(row.request_id != "late" for row in plan.rows)
+    assert bool(engine.log.requests["late"].preemptions) == (state in {"swapped", "copying"})
+    engine.steps(3)
+    stats = engine.scheduler.stats()
+    assert stats.tenants["limited"].kv_used_blocks == 0
+    assert stats.host_used_blocks == 0
+
+
+def test_the_plan_names_the_next_limit_when_only_time_can_change_it() -> None:
+    held = a_snapshot(
+        a_tenant("limited", max_running=1, service=ServiceRule(queue_timeout_seconds=2.0))
+    )
+    engine = a_simulation(held, blocks=100)
+    arrive(engine, "runs")
+    arrive(engine, "waits")
+    assert engine.step().wake_at == 2.0
+    engine.cancel("waits")
+    assert engine.step().wake_at is None
+
+
+def test_of_two_limits_at_once_a_request_is_dropped_for_one() -> None:
+    engine = a_simulation(a_policy(queue=1.0, request=1.0), blocks=100, max_num_seqs=1)
+    arrive(engine, "runs", tenant="other")
+    engine.step()
+    arrive(engine, "waits")
+    engine.clock.advance(1.5)
+    assert [expiry.request_id for expiry in engine.step().expired] == ["waits"]
+    assert engine.scheduler.stats().tenants["limited"].expired == 1
