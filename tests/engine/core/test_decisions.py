@@ -65,20 +65,22 @@ def held(engine: Simulation, request_id: str) -> set[Reason]:
     return {reason for verdict, reason in life(engine, request_id) if verdict is Verdict.HELD}
 
 
+HALF = WatermarkRule(low_percent=50, high_percent=90)
+
+
 def test_who_waits_knows_for_what() -> None:
-    policy = admitting_by_present_need(a_tenant(), a_tenant("other"))
+    policy = admitting_by_present_need(a_tenant(), a_tenant("other"), watermarks=HALF)
     engine = a_simulation(policy, blocks=BLOCKS, max_num_seqs=2)
-    engine.arrive("first", blocks=20, tenant="other")
+    engine.arrive("first", blocks=16, tenant="other")
     engine.step()
-    engine.arrive("big", blocks=20)
+    engine.arrive("second", blocks=2)
     engine.step()
-    assert held(engine, "big") == {Reason.WATERMARK}
-    engine.arrive("small", blocks=1)
+    assert held(engine, "second") == {Reason.WATERMARK}
+    engine.obey(admitting_by_present_need(a_tenant(), a_tenant("other")))
     engine.step()
-    engine.arrive("placeless", blocks=1)
+    engine.arrive("third", blocks=2)
     engine.step()
-    # Who can't have a place isn't asked about blocks; nor is anybody behind it.
-    assert held(engine, "big") == {Reason.WATERMARK, Reason.NO_SLOT}
+    assert held(engine, "third") == {Reason.NO_SLOT}
 
 
 def test_who_waits_for_the_longest_kv_of_all_knows_it() -> None:
@@ -121,7 +123,7 @@ def test_a_hold_is_recorded_once_and_not_in_every_step() -> None:
     engine.step()
     engine.arrive("second", blocks=20)
     engine.steps(20)
-    assert life(engine, "second") == [(Verdict.HELD, Reason.WATERMARK)]
+    assert life(engine, "second") == [(Verdict.HELD, Reason.PREDICTED_PEAK)]
     engine.drain()
     assert life(engine, "second")[1:] == [(Verdict.ADMITTED, Reason.BORROWING)]
 
@@ -213,19 +215,15 @@ def test_drops_are_recorded_with_their_limit_or_their_policy() -> None:
 def test_a_record_names_step_revision_time_and_watermark_and_is_what_the_plan_says() -> None:
     engine = a_simulation(admitting_by_present_need(a_tenant()), blocks=BLOCKS)
     engine.clock.advance(7.0)
-    engine.obey(
-        admitting_by_present_need(
-            a_tenant(), watermarks=WatermarkRule(low_percent=30, high_percent=40)
-        )
-    )
-    engine.arrive("first", blocks=15)
+    engine.obey(admitting_by_present_need(a_tenant(), a_tenant("other"), watermarks=HALF))
+    engine.arrive("first", blocks=16)
     plan = engine.step()
     engine.step()
-    engine.arrive("second", blocks=1)
+    engine.arrive("second", blocks=1, tenant="other")
     engine.step()
     first, second = engine.scheduler.decision_log
     assert first == DecisionRecord(1, 2, 7.0, "green", plan.decisions)
-    assert (second.step, second.watermark) == (3, "red")
+    assert (second.step, second.watermark) == (3, "yellow")
     assert second.decisions[0].reason is Reason.WATERMARK
 
 
