@@ -4,9 +4,11 @@ What the `KvGate` lets in comes in. What a waiting request lacks may be taken fr
 the `Preemptor`; what that frees is promised to the request, which comes first until it is in.
 """
 
-from tidegate_engine.core.batch import in_service_order, share_out
+from math import inf
+
+from tidegate_engine.core.batch import in_service_order, places, share_out
 from tidegate_engine.core.books import Books
-from tidegate_engine.core.candidates import Candidates
+from tidegate_engine.core.candidates import MAX_BACKFILL, Candidates
 from tidegate_engine.core.decisions import Decision, Reason, Verdict
 from tidegate_engine.core.kv_gate import FINAL, OPEN
 from tidegate_engine.core.limits import EngineLimits
@@ -15,9 +17,6 @@ from tidegate_engine.core.queues import TierQueue
 from tidegate_engine.core.sequence import Sequence
 from tidegate_engine.core.step_time import StepFeatures
 from tidegate_policies.snapshot import StopPolicy
-
-MAX_BACKFILL = 8
-"""Requests looked at behind a blocked head, and let past it before it may wait no longer."""
 
 
 class Admission:
@@ -146,11 +145,15 @@ class Admission:
             is_held=self._is_held(tier),
         )
         heads: list[Sequence] = []
+        limit = (True, inf)
         served = False
         while (seq := candidates.next()) is not None:
             if seq in self._promised:
                 candidates.settle(Reason.NO_BLOCKS)
                 continue
+            if seq.tenant.key > limit:
+                # Past a blocked request only while the others aren't ahead by more than it costs.
+                self._may_borrow = False
             # Nobody is displaced for a request that is looked at past a blocked one.
             reason = self._try(seq, is_head=not heads)
             if reason in OPEN:
@@ -159,9 +162,11 @@ class Admission:
                 self._start(seq, Reason.UNDER_FLOOR if under_floor else reason)
             elif reason is Reason.OUT_OF_MEMORY:
                 self.hopeless[seq] = None
-            elif reason is not Reason.AT_CAP and seq not in self._promised:
-                heads.append(seq)
+            else:
                 self._hold(seq, reason)
+                if reason is not Reason.AT_CAP and seq not in self._promised:
+                    heads.append(seq)
+                    limit = min(limit, self._overtaken_at(seq))
             candidates.settle(reason)
             if reason is Reason.NO_SLOT or len(heads) > MAX_BACKFILL or (served and under_floor):
                 break
@@ -177,6 +182,12 @@ class Admission:
         """Note that a request is let in past these, and past those that are due for their floor."""
         for head in {**dict.fromkeys(heads), **dict.fromkeys(self._floor_heads)}:
             head.skips += 1
+
+    def _overtaken_at(self, head: Sequence) -> tuple[bool, float]:
+        """Return the place in their tier's order up to which tenants may go past a request."""
+        is_spare, counter = head.tenant.key
+        weight = head.tenant.rule.weight or 1
+        return is_spare, counter + self._forecast.expected_cost(head) / weight
 
     def _hold(self, seq: Sequence, reason: Reason) -> None:
         if seq.skips >= MAX_BACKFILL:
@@ -245,6 +256,7 @@ class Admission:
         reason = self._gate.judge(seq, need, may_borrow=self._may_borrow)
         if reason not in OPEN:  # what was taken arrives with the end of a copy
             self._promised[seq] = None
+            self._memory.keep_free(seq, need.additional)
         return reason
 
     def _may_reclaim(self, wish: Wish) -> bool:
@@ -283,9 +295,7 @@ class Admission:
         return sum(1 for other in self._promised if other.tenant is seq.tenant and other is not seq)
 
     def _places_left(self) -> int:
-        # More requests than a step has tokens could not all be decoded in it.
-        places = min(self._limits.max_num_seqs, self._limits.max_batched_tokens)
-        return places - self._running.num_places - len(self._promised)
+        return places(self._limits) - self._running.num_places - len(self._promised)
 
     def _start(self, seq: Sequence, reason: Reason) -> None:
         tenant = seq.tenant

@@ -7,6 +7,7 @@ Here several prompts may be half read at a time, so that a short one need not wa
 
 from collections import Counter
 from collections.abc import Sequence as Ordered
+from itertools import groupby
 
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import PlanRow
@@ -20,7 +21,7 @@ def prefill_budget(running: Running, limits: EngineLimits, step_times: StepTimeM
     """Return how many prompt tokens the next step may compute beside its decodes.
 
     As many as keep the step within the tightest inter-token latency target of the decodes, but
-    never less than the chunk minimum: decodes must not starve prefill.
+    never less than the chunk minimum: decodes must not starve prefill. `places` keeps so much free.
     """
     room = max(0, limits.max_batched_tokens - len(running.decoding))
     budget = min(room, limits.prefill_chunk_max)
@@ -34,6 +35,15 @@ def prefill_budget(running: Running, limits: EngineLimits, step_times: StepTimeM
         start=max((seq.computed_tokens for seq in running.prefilling), default=0),
     )
     return min(budget, max(within_target, limits.prefill_chunk_min))
+
+
+def places(limits: EngineLimits) -> int:
+    """Return how many requests may run: a step must have tokens for all of them, and for prompts.
+
+    Up to a quarter of them is the prompts', so that decodes never starve prefill.
+    """
+    for_prompts = min(limits.prefill_chunk_min, limits.max_batched_tokens // 4)
+    return max(1, min(limits.max_num_seqs, limits.max_batched_tokens - for_prompts))
 
 
 def prefill_shares(
@@ -54,22 +64,31 @@ def share_out(
 ) -> dict[Sequence, int]:
     """Divide a step's prompt tokens among the prompts that are being read.
 
-    The first few each have a part of the budget that is theirs, so that none stands still. What
-    they leave goes first to whom it lets finish, the shortest first, then to the first in order.
+    A lower tier gets what a higher one leaves. In a tier, the first few prompts each have a part of
+    the budget that is theirs, so that none stands still. What they leave goes first to whom it
+    lets finish, the shortest first, then to the first in order.
 
     Args:
         prefilling: In order of service.
         budget: Prompt tokens of the step.
         max_partial: How many have a part of their own.
     """
+    shares: dict[Sequence, int] = {}
+    for _, tier in groupby(prefilling, key=lambda seq: seq.tenant.tier_value):
+        shares |= _share_in_tier(list(tier), budget - sum(shares.values()), max_partial)
+    return shares
+
+
+def _share_in_tier(
+    prefilling: list[Sequence], budget: int, max_partial: int
+) -> dict[Sequence, int]:
     shares = dict.fromkeys(prefilling, 0)
     left = budget
     part = -(-budget // max(1, min(max_partial, len(prefilling))))
     for seq in prefilling[:max_partial]:
         shares[seq] = min(seq.pending_tokens, part, left)
         left -= shares[seq]
-    by_length = sorted(prefilling, key=lambda seq: seq.pending_tokens - shares[seq])
-    for seq in by_length:
+    for seq in sorted(prefilling, key=lambda s: s.pending_tokens - shares[s]):
         wanted = seq.pending_tokens - shares[seq]
         if wanted > left:
             break

@@ -1,5 +1,6 @@
 """The order in which the waiting requests of a tier are looked at in one step."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from tidegate_engine.core.decisions import Reason
@@ -7,6 +8,9 @@ from tidegate_engine.core.kv_gate import OPEN
 from tidegate_engine.core.queues import TierQueue
 from tidegate_engine.core.sequence import Sequence
 from tidegate_engine.core.tenants import Tenant, TenantTable
+
+MAX_BACKFILL = 8
+"""Requests looked at behind a blocked head, and let past it before it may wait no longer."""
 
 
 class Candidates:
@@ -40,6 +44,7 @@ class Candidates:
         self._tenant: Tenant | None = None
         self._seq: Sequence | None = None
         self._aside: list[Tenant] = []
+        self._at_cap: Counter[Tenant] = Counter()
         self._looked_through: dict[Tenant, None] = {}
 
     def next(self) -> Sequence | None:
@@ -54,13 +59,16 @@ class Candidates:
             if self._seq is not None:
                 self._tenant = tenant
                 return self._seq
+            if self._at_cap[tenant] == len(tenant.queue):
+                self._tenants.park(tenant)
         return None
 
     def settle(self, reason: Reason) -> None:
         """Give the tenant of the last request its place, now that it is decided about that.
 
-        A tenant whose request is blocked comes after all others in this step; one that its own
-        limit keeps out comes not at all until one of its own requests has ended.
+        A tenant whose request is blocked comes after all others in this step. One that its own
+        limit keeps out comes not at all until one of its own requests has ended, or another has
+        arrived; but what is smaller than the request in question may fit.
         """
         tenant, self._tenant = self._tenant, None
         if tenant is None or self._seq is None:
@@ -69,10 +77,14 @@ class Candidates:
             self._tenants.relist(tenant)
             return
         tenant.queue.set_aside(self._seq)
-        if reason is Reason.AT_CAP:
+        if reason is not Reason.AT_CAP:
+            self._aside.append(tenant)
+            return
+        self._at_cap[tenant] += 1
+        if tenant.is_full_with(0) or self._at_cap[tenant] > MAX_BACKFILL:
             self._tenants.park(tenant)
         else:
-            self._aside.append(tenant)
+            self._tenants.relist(tenant)
 
     def close(self) -> None:
         """Give all requests and tenants that were looked at their places back."""

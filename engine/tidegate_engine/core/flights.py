@@ -13,7 +13,7 @@ class Flight:
     """A swap in flight.
 
     Attributes:
-        num_leaving: Device blocks that a swap-out frees.
+        num_leaving: Device blocks that are free once it has ended.
         num_promised: Of those, the ones that will be kept for the beneficiary.
         beneficiary: For whom the device blocks of a swap-out are kept once they are free.
     """
@@ -78,6 +78,14 @@ class Flights:
             self._leave(flight, -1)
         return flight
 
+    def note_ended(self, fence: int, num_leaving: int) -> None:
+        """Note that the request of a swap has ended: so many blocks will be free with the swap."""
+        flight = self._open[fence]
+        if not flight.is_out:
+            self._leave(flight, -1)
+            flight.num_leaving = num_leaving
+            self._leave(flight, 1)
+
     def only_holds(self, block: int, references: int) -> bool:
         """Tell whether a block with so many references is held by swap-outs alone."""
         return block in self._flown and self._flown[block] == references
@@ -99,11 +107,9 @@ class Flights:
                 raise AssertionError(f"{flight.copy} is unknown to its request")
 
     def _leave(self, flight: Flight, sign: int) -> None:
-        if not flight.is_out:
-            return
         self.num_leaving += sign * flight.num_leaving
         self._leaving_of[flight.seq.tenant.name] += sign * flight.num_leaving
-        for block in flight.copy.device_blocks:
+        for block in flight.copy.device_blocks if flight.is_out else ():
             self._flown[block] += sign
             if not self._flown[block]:
                 del self._flown[block]

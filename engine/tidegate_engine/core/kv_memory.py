@@ -154,6 +154,7 @@ class KvMemory:
         """
         self.unreserve(seq)
         if seq.fence:
+            self.flights.note_ended(seq.fence, self.pool.count_freed(seq.block_table))
             return 0
         if seq.host_table:
             self.host.release(seq.host_table)
@@ -261,6 +262,11 @@ class KvMemory:
         """Keep free blocks for `seq`."""
         seq.reserved_blocks += blocks
         self._num_reserved += blocks
+
+    def keep_free(self, seq: Sequence, wanted: int) -> None:
+        """Keep of the blocks that are free now what `seq` lacks of those that it wants."""
+        free = self.pool.num_free - self._num_reserved
+        self.reserve(seq, min(self.lacking(seq, wanted), free))
 
     def unreserve(self, seq: Sequence, blocks: int | None = None) -> None:
         """Stop keeping so many blocks for `seq`, or all."""

@@ -169,14 +169,14 @@ class Preemptor:
             return self._found
         excess: dict[Tenant, int] = {}
         found: list[Sequence] = []
-        for seq in reversed(list(self._running)):
+        everybody = [*self._running, *self._running.arriving]
+        for seq in sorted(everybody, key=lambda s: s.admission, reverse=True):
             left = excess.get(seq.tenant)
             if left is None:
                 left = self._memory.borrowed(seq.tenant.name)
-            if left > 0:
+            if left > 0 and seq.phase is Phase.RUNNING:
                 found.append(seq)
-                left -= len(seq.block_table)
-            excess[seq.tenant] = left
+            excess[seq.tenant] = left - len(seq.block_table)
         self._seen, self._found = self._running.version, found
         return found
 

@@ -271,7 +271,10 @@ class Scheduler:
         """
         self._has_open_plan = False
         swaps = (*plan.swap_out, *plan.swap_in)
-        concerned = dict.fromkeys([*(r.request_id for r in plan.rows), *(s[1] for s in swaps)])
+        in_rows = [row.request_id for row in plan.rows]
+        in_swaps = [swap.request_id for swap in swaps]
+        # Whoever was admitted may count on a copy on write that was not done.
+        concerned = dict.fromkeys([*in_rows, *in_swaps, *plan.admitted])
         dropped = [request_id for request_id in concerned if request_id in self._live]
         for request_id in dropped:
             self._live[request_id].computed_tokens = 0  # nothing of it may be read again

@@ -182,7 +182,7 @@ class TenantTable:
                 self.counters.suspend(tenant.name, tenant.group)
         tenant.queue.push(seq)
         self.tier_of(tenant).note_arrival(seq, now)
-        self.relist(tenant)
+        self.reconsider(tenant)
 
     def dequeue(self, seq: Sequence) -> None:
         """Take a request that was never admitted out of its queue."""
