@@ -54,6 +54,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._references = [0] * num_blocks
+        self._num_shared = 0
         # A stack, lowest block on top: what was just freed is reused first, while it is warm, and
         # memory that no block ever needed stays untouched.
         self._free = list(range(num_blocks - 1, -1, -1))
@@ -78,6 +79,11 @@ class BlockPool:
         """Blocks that somebody holds."""
         return self.num_blocks - self.num_free
 
+    @property
+    def num_shared(self) -> int:
+        """Blocks that more than one holds."""
+        return self._num_shared
+
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks so many tokens fill or begin."""
         return -(-num_tokens // self.block_size)
@@ -90,13 +96,22 @@ class BlockPool:
         """Say whether a block has exactly one holder, who may write it while it isn't full."""
         return self._references[block] == 1
 
-    def count_freed(self, blocks: Sequence[int]) -> int:
-        """Return how many blocks would be free if these references were given back."""
+    def count_freed(self, blocks: Sequence[int], returned: "Counter[int] | None" = None) -> int:
+        """Return how many blocks would become free if these references were given back.
+
+        Args:
+            blocks: One reference each.
+            returned: References that are taken as given back before; these are added to them.
+        """
         held = self._references
-        if len(set(blocks)) == len(blocks):
-            return [held[block] for block in blocks].count(1)
-        returned = Counter(blocks)
-        return sum(1 for block, count in returned.items() if held[block] == count)
+        if not self._num_shared:
+            return len(blocks)
+        given = Counter() if returned is None else returned
+        freed = 0
+        for block in blocks:
+            given[block] += 1
+            freed += given[block] == held[block]
+        return freed
 
     def allocate(self, count: int) -> list[int]:
         """Hand out blocks to write to, each with one reference.
@@ -139,6 +154,8 @@ class BlockPool:
             if not references[block]:
                 del self._cached[block]
                 taken += 1
+            elif references[block] == 1:
+                self._num_shared += 1
             references[block] += 1
         return taken
 
@@ -160,7 +177,9 @@ class BlockPool:
         freed = 0
         for block in reversed(blocks):
             references[block] -= 1
-            if not references[block]:
+            if references[block] == 1:
+                self._num_shared -= 1
+            elif not references[block]:
                 freed += 1
                 key = self._keys[block]
                 if key is None:
@@ -249,6 +268,9 @@ class BlockPool:
                 raise AssertionError(
                     f"block {block} with {count} references is free or cached {places[block]} times"
                 )
+        shared = sum(count > 1 for count in self._references)
+        if shared != self._num_shared:
+            raise AssertionError(f"{shared} blocks are shared, counted {self._num_shared}")
         used = sum(count > 0 for count in self._references)
         if used + self.num_free != self.num_blocks:
             raise AssertionError(f"{used} used + {self.num_free} free is not {self.num_blocks}")

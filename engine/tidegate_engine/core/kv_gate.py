@@ -29,11 +29,14 @@ class _Group(NamedTuple):
     """What some running requests will need together.
 
     Attributes:
-        final_blocks: Blocks of each at its end, summed up.
+        peak: Without regard to blocks that they share.
+        final_blocks: Blocks of each at its end, summed up, shared ones once.
+        shared_blocks: By how much the sum of their tables exceeds the blocks in them.
     """
 
     peak: PredictedPeak
     final_blocks: int
+    shared_blocks: int
 
 
 class KvGate:
@@ -83,8 +86,10 @@ class KvGate:
             return Reason.AT_CAP
         if not may_borrow:
             return Reason.BEHIND_HEAD
-        # While nobody else borrows, the watermarks gate nobody.
-        closed = self._close(seq, need) if ledger.has_borrowers else None
+        # While nobody else borrows, or will when it has grown, nothing gates the one who does.
+        others = self._others_of(tenant)
+        is_gated = ledger.has_borrowers or others.final_blocks > ledger.nominal(tenant.name)
+        closed = self._close(seq, need) if is_gated else None
         if closed is not None:
             return closed
         return Reason.BORROWING if has_blocks else Reason.NO_BLOCKS
@@ -101,7 +106,7 @@ class KvGate:
         others = self._others_of(tenant)
         if final + others.final_blocks <= nominal:
             return True
-        return self._forecast.blocks_with(others.peak, seq) <= nominal
+        return self._peak_with(others, seq, need) <= nominal
 
     def lets_in(self, seq: Sequence, blocks: int, *, usage: int) -> bool:
         """Tell whether usage that falls to so many blocks lets a borrower of `blocks` in."""
@@ -116,7 +121,7 @@ class KvGate:
         beside = self._beside(seq)
         room = memory.gate.high_blocks - memory.ledger.kept_from(seq.tenant.name)
         # With nothing else running, nothing is to be predicted.
-        if len(beside.peak) and self._forecast.blocks_with(beside.peak, seq) >= room:
+        if len(beside.peak) and self._peak_with(beside, seq, need) >= room:
             return Reason.PREDICTED_PEAK
         if self.is_pressed:
             return Reason.WATERMARK
@@ -133,6 +138,11 @@ class KvGate:
             return None if is_resumable else Reason.NOT_RESUMABLE
         has_room = is_open and usage + blocks < gate.high_blocks
         return None if has_room else Reason.WATERMARK
+
+    def _peak_with(self, group: _Group, seq: Sequence, need: Need) -> int:
+        """Return the blocks that a group and `seq` will hold at their peak."""
+        counted_twice = group.shared_blocks + need.shared
+        return self._forecast.blocks_with(group.peak, seq) - counted_twice
 
     def _others_of(self, tenant: Tenant) -> _Group:
         return self._group(tenant.name, lambda other: other.tenant is tenant)
@@ -152,9 +162,17 @@ class KvGate:
         group = self._groups.get(key)
         if group is None:
             members = [s for s in (*self._running, *self._running.arriving) if belongs(s)]
-            final_blocks = sum(map(self._final_blocks, members))
-            group = self._groups[key] = _Group(self._forecast.peak_of(members), final_blocks)
+            shared = self._count_shared(members)
+            final = sum(map(self._final_blocks, members)) - shared
+            group = self._groups[key] = _Group(self._forecast.peak_of(members), final, shared)
         return group
+
+    def _count_shared(self, members: list[Sequence]) -> int:
+        """Return how many blocks are counted too often if each counts all of its own."""
+        if not self._memory.pool.num_shared:
+            return 0
+        tables = [seq.block_table for seq in members]
+        return sum(map(len, tables)) - len(set().union(*tables))
 
     def _final_blocks(self, seq: Sequence) -> int:
         return self._memory.pool.blocks_for(self._forecast.final_tokens(seq))

@@ -5,6 +5,7 @@ blocks back (reclaimed), or memory ran short (pressure). What it takes is planne
 touched; what it frees is kept for whom it was freed.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
@@ -167,16 +168,21 @@ class Preemptor:
         """Return the running requests that hold borrowed blocks: each tenant's newest ones."""
         if self._seen == self._running.version:
             return self._found
-        excess: dict[Tenant, int] = {}
+        left: dict[Tenant, int] = {}
+        leaving: dict[Tenant, Counter[int]] = {}
         found: list[Sequence] = []
         everybody = [*self._running, *self._running.arriving]
         for seq in sorted(everybody, key=lambda s: s.admission, reverse=True):
-            left = excess.get(seq.tenant)
-            if left is None:
-                left = self._memory.borrowed(seq.tenant.name)
-            if left > 0 and seq.phase is Phase.RUNNING:
+            tenant = seq.tenant
+            if tenant not in left:
+                left[tenant] = self._memory.borrowed(tenant.name)
+                leaving[tenant] = Counter()
+            if left[tenant] <= 0:
+                continue
+            if seq.phase is Phase.RUNNING:
                 found.append(seq)
-            excess[seq.tenant] = left - len(seq.block_table)
+            # What several share becomes free with the last of them.
+            left[tenant] -= self._memory.pool.count_freed(seq.block_table, leaving[tenant])
         self._seen, self._found = self._running.version, found
         return found
 
