@@ -180,31 +180,50 @@ def test_an_unused_nominal_is_lent_up_to_its_lendable_part_and_not_beyond(
     assert most >= min(40 + lendable, 99 - own_blocks) - 2
 
 
-@pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
-@pytest.mark.parametrize(
-    ("requests", "period_seconds"),
-    [
-        pytest.param(4, 1.5, id="at nominal"),
-        pytest.param(8, 1.8, id="at both nominals, hardly overlapping"),
-        pytest.param(8, 1.5, id="at both nominals, overlapping"),
-    ],
-)
-def test_alternating_bursts_are_no_ping_pong(
-    mode: PreemptionMode, requests: int, period_seconds: float
-) -> None:
-    rule = PreemptionRule(mode=mode)
+def alternate_bursts(
+    mode: PreemptionMode, *, requests: int, prompt: int, output: int, period: float
+) -> Simulation:
+    """Let two tenants of 40 blocks each send so many requests in turn, every few seconds."""
     names = ("a", "b")
+    rule = PreemptionRule(mode=mode)
     engine = a_simulation(
         a_snapshot(*(a_tenant(name, kv_nominal_percent=40, preemption=rule) for name in names)),
         blocks=BLOCKS,
         host_blocks=BLOCKS,
-        check_every=10,
+        check_every=20,
     )
-    for burst in range(60):
+    for burst in range(20):
         for number in range(requests):
-            # 10 blocks each at their end.
-            prompt = a_prompt(burst * 10 + number, 2 * BLOCK_SIZE)
-            engine.accept(a_request(names[burst % 2], prompt=prompt, output=8 * BLOCK_SIZE))
-        engine.run_until((burst + 1) * period_seconds)
-    assert bool(engine.preempted()) == (requests > 4)
+            tokens = a_prompt(burst * 10 + number, prompt)
+            engine.accept(a_request(names[burst % 2], prompt=tokens, output=output))
+        engine.run_until((burst + 1) * period)
+    return engine
+
+
+MODES = pytest.mark.parametrize("mode", [PreemptionMode.RECOMPUTE, PreemptionMode.SWAP])
+
+
+@MODES
+@pytest.mark.parametrize("period", [1.0, 1.5, 2.5])
+def test_bursts_at_nominal_preempt_nobody(mode: PreemptionMode, period: float) -> None:
+    engine = alternate_bursts(mode, requests=4, prompt=32, output=128, period=period)
+    assert not engine.preempted()
+
+
+@MODES
+@pytest.mark.parametrize(
+    ("requests", "prompt", "output", "period"),
+    [
+        pytest.param(8, 32, 128, 1.8, id="twice nominal"),
+        pytest.param(8, 96, 64, 0.8, id="twice nominal, long prompts"),
+        pytest.param(12, 32, 128, 2.0, id="three times nominal"),
+        pytest.param(4, 320, 320, 4.0, id="four times nominal"),
+    ],
+)
+def test_alternating_bursts_are_no_ping_pong(
+    mode: PreemptionMode, requests: int, prompt: int, output: int, period: float
+) -> None:
+    engine = alternate_bursts(mode, requests=requests, prompt=prompt, output=output, period=period)
     assert len(engine.preempted()) <= engine.log.output_tokens / 200
+    if prompt == 320:
+        assert Reason.RECLAIMED in {decision.reason for decision in engine.preempted()}

@@ -36,7 +36,7 @@ def a_policy(draw: random.Random) -> PolicySnapshot:
                 name,
                 tier=draw.choice([*TIERS]),
                 weight=draw.choice([0, 1, 1, 3]),
-                kv_nominal_percent=15 * (number % 3 == 0),
+                kv_nominal_percent=20 * (number % 3 == 0),
                 kv_lendable_percent=draw.choice([50, 100]),
                 max_running=draw.choice([None, 2]),
                 preemption=PreemptionRule(
@@ -54,7 +54,7 @@ def a_policy(draw: random.Random) -> PolicySnapshot:
         ),
         tiers=TIERS,
         batching=BatchingRule(max_num_seqs=draw.choice([12, 24])),
-        watermarks=WatermarkRule(low_percent=70, high_percent=90),
+        watermarks=WatermarkRule(low_percent=90, high_percent=97),
         kv_estimate=draw.choice([*KvEstimate]),
     )
 
