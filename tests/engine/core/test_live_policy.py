@@ -80,7 +80,21 @@ def test_a_tenant_that_moves_up_is_served_first_and_one_that_moves_down_last() -
     assert [name for plan in engine.plans for name in plan.admitted][-3:] == ["c1", "b1", "a1"]
 
 
-def test_a_tier_whose_value_or_right_to_preempt_changes_is_treated_so_from_the_next_step() -> None:
+def test_what_runs_follows_its_tenant_into_another_tier() -> None:
+    tenants = (a_tenant(preemption=EAGER), a_tenant("equal"))
+    engine = an_engine(admitting_by_present_need(*tenants), max_num_seqs=1)
+    engine.arrive("runs")
+    engine.steps(3)
+    engine.arrive("waits", tenant="equal")
+    engine.steps(3)
+    assert not engine.preempted()
+    lowered = a_tenant(tier="low", preemption=EAGER)
+    engine.obey(admitting_by_present_need(lowered, a_tenant("equal")))
+    plan = engine.step()
+    assert (plan.preempted, plan.admitted) == (("runs",), ("waits",))
+
+
+def test_a_tier_that_gets_the_right_to_preempt_has_it_from_the_next_step_on() -> None:
     def tiers(*, preempts_lower: bool) -> dict[str, int | TierRule]:
         return {
             "high": TierRule(name="high", value=10, preempts_lower=preempts_lower),

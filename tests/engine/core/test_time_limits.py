@@ -11,6 +11,7 @@ from tidegate_policies.snapshot import (
     PreemptionMode,
     PreemptionRule,
     ServiceRule,
+    StopPolicy,
 )
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
@@ -23,6 +24,7 @@ def a_policy(*, queue: float | None = None, request: float | None = None) -> Pol
     return a_snapshot(
         a_tenant("limited", service=limited, preemption=rule),
         a_tenant("other", tier="high"),
+        a_tenant("held", stop=StopPolicy.HOLD, service=ServiceRule(queue_timeout_seconds=0.4)),
         tiers={"high": 10, "standard": 0},
         kv_estimate=KvEstimate.OPTIMISTIC,
     )
@@ -60,10 +62,12 @@ def test_who_has_been_admitted_in_time_is_not_dropped_for_waiting() -> None:
 
 def test_who_was_preempted_does_not_wait_for_its_first_token() -> None:
     engine = a_simulation(a_policy(queue=0.5), blocks=100, max_num_seqs=1)
+    arrive(engine, "dropped before", tenant="held")
     arrive(engine, "victim", output=50)
     engine.steps(5)
     arrive(engine, "gold", tenant="other", output=100)
     engine.drain()
+    assert engine.log.requests["dropped before"].outcome is Outcome.QUEUE_TIMEOUT
     assert engine.log.requests["victim"].preemptions == 1
     assert engine.log.requests["victim"].outcome is Outcome.LENGTH
 
