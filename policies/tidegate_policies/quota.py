@@ -42,6 +42,7 @@ class _Limits(NamedTuple):
     nominal: int
     cap: int
     lendable_percent: int
+    has_own_limit: bool = False
 
     def kept(self, used: int) -> int:
         """Return the blocks that nobody may borrow while the tenant holds `used`."""
@@ -117,6 +118,10 @@ class KvLedger:
     def cap(self, tenant: str) -> int:
         """Return the most blocks that `tenant` could ever hold, with nobody else in the pool."""
         return self._limits.get(tenant, self._without_quota).cap
+
+    def has_own_limit(self, tenant: str) -> bool:
+        """Tell whether the cap is the tenant's own, not what the others leave of the pool."""
+        return self._limits.get(tenant, self._without_quota).has_own_limit
 
     def fits_nominal(self, tenant: str, blocks: int) -> bool:
         """Tell whether `tenant` stays within its nominal with so many more blocks."""
@@ -220,7 +225,7 @@ class KvLedger:
 def _limits(quota: KvQuota, pool: int, *, nominal: int, reachable: int) -> _Limits:
     limit = quota.borrowing_limit_percent
     cap = reachable if limit is None else min(reachable, nominal + pool * limit // 100)
-    return _Limits(nominal, max(nominal, cap), quota.lendable_percent)
+    return _Limits(nominal, max(nominal, cap), quota.lendable_percent, cap < reachable)
 
 
 def _unlendable(blocks: int, lendable_percent: int) -> int:

@@ -74,6 +74,21 @@ def test_within_its_nominal_a_tenant_takes_no_free_blocks_that_are_kept_for_anot
     assert not ledger.fits_nominal("gold", 31)
 
 
+def test_a_cap_is_a_tenants_own_only_where_its_limit_is_less_than_what_others_leave() -> None:
+    ledger = ledger_of(
+        {},
+        gold=KvQuota(nominal_percent=30, lendable_percent=0),
+        small=KvQuota(borrowing_limit_percent=60),
+        large=KvQuota(borrowing_limit_percent=70),
+    )
+    assert [ledger.has_own_limit(t) for t in ("small", "large", "gold", "none")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
 def test_new_quotas_leave_what_is_held_and_count_it_anew() -> None:
     ledger = ledger_of({"batch": 80})
     ledger.set_quotas({"gold": KvQuota(nominal_percent=80, lendable_percent=0)})

@@ -16,6 +16,7 @@ from tidegate_engine.core.preemptor import Preemptor, Wish
 from tidegate_engine.core.queues import TierQueue
 from tidegate_engine.core.sequence import Sequence
 from tidegate_engine.core.step_time import StepFeatures
+from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.snapshot import StopPolicy
 
 
@@ -98,7 +99,7 @@ class Admission:
         still not get in then, what was kept for it is for all.
         """
         for seq in list(self._promised):
-            reason = self._try(seq, is_head=False)
+            reason = self._try(seq, is_head=False, may_borrow=True)
             if reason in OPEN:
                 self._start(seq, reason)
             elif reason in FINAL or not seq.incoming_blocks:
@@ -145,26 +146,28 @@ class Admission:
             is_held=self._is_held(tier),
         )
         heads: list[Sequence] = []
+        capped: dict[Tenant, list[Sequence]] = {}
         limit = (True, inf)
         served = False
         while (seq := candidates.next()) is not None:
             if seq in self._promised:
                 candidates.settle(Reason.NO_BLOCKS)
                 continue
-            if seq.tenant.key > limit:
-                # Past a blocked request only while the others aren't ahead by more than it costs.
-                self._may_borrow = False
-            # Nobody is displaced for a request that is looked at past a blocked one.
-            reason = self._try(seq, is_head=not heads)
+            # Nobody is displaced for a request that is looked at past a blocked one, and nobody
+            # borrows past it who is ahead of it by more than it costs.
+            may_borrow = self._may_borrow and seq.tenant.key <= limit
+            reason = self._try(seq, is_head=not heads, may_borrow=may_borrow)
             if reason in OPEN:
                 served = True
-                self._pass(heads)
+                self._pass([*heads, *capped.get(seq.tenant, ())])
                 self._start(seq, Reason.UNDER_FLOOR if under_floor else reason)
             elif reason is Reason.OUT_OF_MEMORY:
                 self.hopeless[seq] = None
-            else:
+            elif seq not in self._promised:
                 self._hold(seq, reason)
-                if reason is not Reason.AT_CAP and seq not in self._promised:
+                if reason is Reason.AT_CAP:
+                    capped.setdefault(seq.tenant, []).append(seq)
+                else:
                     heads.append(seq)
                     limit = min(limit, self._overtaken_at(seq))
             candidates.settle(reason)
@@ -190,7 +193,7 @@ class Admission:
         return is_spare, counter + self._forecast.expected_cost(head) / weight
 
     def _hold(self, seq: Sequence, reason: Reason) -> None:
-        if seq.skips >= MAX_BACKFILL:
+        if seq.skips >= MAX_BACKFILL and reason is not Reason.AT_CAP:
             # It was passed often enough: what is freed next is for it.
             self._may_borrow = False
         if seq.held_for is not reason:
@@ -223,7 +226,7 @@ class Admission:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def _try(self, seq: Sequence, *, is_head: bool) -> Reason:
+    def _try(self, seq: Sequence, *, is_head: bool, may_borrow: bool) -> Reason:
         """Decide about one request; take others out for it where it may have that."""
         if not self._gate.clip(seq):
             return Reason.OUT_OF_MEMORY
@@ -235,7 +238,7 @@ class Admission:
         if not seq.host_table and not self._may_read(seq):
             return Reason.PARTIAL_PREFILLS
         need = self._memory.need(seq)
-        reason = self._gate.judge(seq, need, may_borrow=self._may_borrow)
+        reason = self._gate.judge(seq, need, may_borrow=may_borrow)
         if (reason in OPEN and not needs_slot) or reason in FINAL:
             return reason
         wish = Wish(
@@ -253,7 +256,7 @@ class Admission:
         if not self._preemptor.make_room_for(wish):
             return Reason.NO_SLOT if wish.needs_slot else reason
         need = self._memory.need(seq)
-        reason = self._gate.judge(seq, need, may_borrow=self._may_borrow)
+        reason = self._gate.judge(seq, need, may_borrow=True)
         if reason not in OPEN:  # what was taken arrives with the end of a copy
             self._promised[seq] = None
             self._memory.keep_free(seq, need.additional)

@@ -117,7 +117,8 @@ def new_sequence(
         sampling=request.sampling,
         keys=BlockKeys(tenant.root, block_size),
     )
-    ttft_seconds = request.ttft_seconds or tenant.rule.service.ttft_seconds
+    own, ruled = request.ttft_seconds, tenant.rule.service.ttft_seconds
+    ttft_seconds = ruled if own is None else own
     if ttft_seconds is not None:
         prefill = StepFeatures(length, 0, 0, length * (length + 1) // 2)
         seq.deadline = now + ttft_seconds

@@ -83,7 +83,7 @@ class Candidates:
         self._at_cap[tenant] += 1
         if tenant.is_full_with(0) or self._at_cap[tenant] > MAX_BACKFILL:
             self._tenants.park(tenant)
-        else:
+        elif self._seq.skips < MAX_BACKFILL:  # else what the tenant gives back is for that one
             self._tenants.relist(tenant)
 
     def close(self) -> None:

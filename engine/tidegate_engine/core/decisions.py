@@ -19,6 +19,7 @@ class Verdict(enum.StrEnum):
     ENDED = "ended"
     EXPIRED = "expired"
     STOPPED = "stopped"
+    CANCELLED = "cancelled"
 
 
 class Reason(enum.StrEnum):
@@ -43,6 +44,7 @@ class Reason(enum.StrEnum):
     QUEUE_TIMEOUT = "queue_timeout"
     REQUEST_TIMEOUT = "request_timeout"
     TENANT_STOPPED = "tenant_stopped"
+    ON_REQUEST = "on_request"
 
 
 class Decision(NamedTuple):

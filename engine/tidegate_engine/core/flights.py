@@ -15,6 +15,8 @@ class Flight:
     Attributes:
         num_leaving: Device blocks that are free once it has ended.
         num_promised: Of those, the ones that will be kept for the beneficiary.
+        began_at: On the scheduler's clock.
+        num_queued: Blocks of the swaps in flight when it began, its own included.
         beneficiary: For whom the device blocks of a swap-out are kept once they are free.
     """
 
@@ -23,6 +25,8 @@ class Flight:
     is_out: bool
     num_leaving: int = 0
     num_promised: int = 0
+    began_at: float = 0.0
+    num_queued: int = 0
     beneficiary: Sequence | None = None
 
 
@@ -30,11 +34,20 @@ class Flights:
     """All swaps in flight.
 
     Attributes:
+        now: When the step under way was planned.
         num_leaving: Device blocks that they will free.
+        seconds_per_block: What a swap takes, as far as was seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds_per_block: float) -> None:
+        """Start with none in flight.
+
+        Args:
+            seconds_per_block: What a swap takes for each block, to begin with.
+        """
+        self.now = 0.0
         self.num_leaving = 0
+        self.seconds_per_block = seconds_per_block
         self._fences = 0
         self._open: dict[int, Flight] = {}
         self._leaving_of: Counter[str] = Counter()
@@ -66,14 +79,17 @@ class Flights:
         seq.fence = self._fences
         copy = SwapCopy(seq.fence, seq.request_id, tuple(blocks), tuple(seq.host_table))
         flight = Flight(copy=copy, seq=seq, is_out=is_out, num_leaving=num_leaving)
+        flight.began_at = self.now
         self._open[seq.fence] = flight
+        flight.num_queued = self.num_blocks
         self._leave(flight, 1)
         return flight
 
-    def end(self, fence: int) -> Flight | None:
+    def end(self, fence: int, now: float) -> Flight | None:
         """Take a swap off the books whose fence has passed; None when it isn't known."""
         flight = self._open.pop(fence, None)
         if flight is not None:
+            self._learn(flight, now)
             flight.seq.fence = 0
             self._leave(flight, -1)
         return flight
@@ -105,6 +121,19 @@ class Flights:
         for flight in self:
             if flight.seq.fence != flight.copy.fence:
                 raise AssertionError(f"{flight.copy} is unknown to its request")
+
+    def _learn(self, flight: Flight, now: float) -> None:
+        """Draw the time of a block half way to what a swap has shown.
+
+        It has ended during the last step: it took no longer than until now and, unless it began
+        with that step, no less than until that was planned.
+        """
+        if not flight.num_queued:
+            return
+        most = max(0.0, now - flight.began_at) / flight.num_queued
+        least = max(0.0, self.now - flight.began_at) / flight.num_queued
+        nearest = min(max(self.seconds_per_block, least), most)
+        self.seconds_per_block += (nearest - self.seconds_per_block) / 2
 
     def _leave(self, flight: Flight, sign: int) -> None:
         self.num_leaving += sign * flight.num_leaving

@@ -53,10 +53,7 @@ class Forecast:
     def peak_of(self, sequences: Iterable[Sequence]) -> PredictedPeak:
         """Return the most KV that these requests will hold together, if all run from now on."""
         together = list(sequences)
-        return PredictedPeak(
-            [seq.num_tokens for seq in together],
-            [self.remaining_tokens(seq) for seq in together],
-        )
+        return PredictedPeak([seq.num_tokens for seq in together], self._remaining_of(together))
 
     def blocks_with(self, peak: PredictedPeak, seq: Sequence) -> int:
         """Return the blocks of a peak which `seq` adds to."""
@@ -65,6 +62,22 @@ class Forecast:
         is_worst = self.estimate is KvEstimate.WORST_CASE
         count = len(peak) + 1
         return tokens // self._block_size + (count if is_worst else (count + 1) // 2)
+
+    def _remaining_of(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Return `remaining_tokens` of many, at a fraction of the time where all was predicted."""
+        if self.estimate is not KvEstimate.PREDICTED:
+            return [self.remaining_tokens(seq) for seq in sequences]
+        version = self.lengths.version
+        return [
+            seq.predicted_total - seq.num_tokens
+            if seq.num_tokens < seq.predicted_until
+            and seq.num_tokens < seq.predicted_total
+            and seq.predicted_version == version
+            and not seq.preemptions
+            and seq.tenant.is_preemptible
+            else self.remaining_tokens(seq)
+            for seq in sequences
+        ]
 
     def _predicted_total(self, seq: Sequence) -> int:
         version = self.lengths.version

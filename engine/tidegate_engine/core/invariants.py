@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable
 
+from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.tenants import Tenant
 
@@ -26,3 +27,14 @@ def check_sequences(sequences: Collection[Sequence], tenants: Iterable[Tenant]) 
         owed = sum(s.uncharged_prompt_tokens for s in own if s.phase is Phase.RUNNING)
         if owed != tenant.admitted_prompt_tokens:
             raise AssertionError(f"{tenant.name} is to pay {owed} prompt tokens")
+
+
+def check_joining(joining: Collection[Sequence], running: Running) -> None:
+    """Verify that whoever is back from the host joins the batch with the next step.
+
+    Raises:
+        AssertionError: Somebody doesn't.
+    """
+    landed = {seq for seq in running.arriving if not seq.fence}
+    if landed != set(joining):
+        raise AssertionError(f"{len(landed)} requests are back, {len(joining)} join")

@@ -79,16 +79,17 @@ class KvGate:
         has_blocks = ledger.can_take(tenant.name, need.additional, free=memory.free_for(seq))
         if self.fits_nominal(seq, need):
             return Reason.WITHIN_NOMINAL if has_blocks else Reason.NO_BLOCKS
-        used, cap = ledger.used(tenant.name), ledger.cap(tenant.name)
-        if not tenant.is_preemptible or (
-            used and used + self._final_blocks(seq) - need.shared > cap
-        ):
+        if not tenant.is_preemptible:
             return Reason.AT_CAP
+        used = ledger.used(tenant.name)
+        if used and used + self._final_blocks(seq) - need.shared > ledger.cap(tenant.name):
+            own = ledger.has_own_limit(tenant.name)
+            return Reason.AT_CAP if own else Reason.PREDICTED_PEAK
         if not may_borrow:
             return Reason.BEHIND_HEAD
         # While nobody else borrows, or will when it has grown, nothing gates the one who does.
-        others = self._others_of(tenant)
-        is_gated = ledger.has_borrowers or others.final_blocks > ledger.nominal(tenant.name)
+        nominal = ledger.nominal(tenant.name)
+        is_gated = ledger.has_borrowers or self._others_of(tenant).final_blocks > nominal
         closed = self._close(seq, need) if is_gated else None
         if closed is not None:
             return closed
@@ -163,8 +164,10 @@ class KvGate:
         if group is None:
             members = [s for s in (*self._running, *self._running.arriving) if belongs(s)]
             shared = self._count_shared(members)
-            final = sum(map(self._final_blocks, members)) - shared
-            group = self._groups[key] = _Group(self._forecast.peak_of(members), final, shared)
+            # Asked for of a tenant's own requests only.
+            final = sum(map(self._final_blocks, members)) if isinstance(key, str) else 0
+            group = _Group(self._forecast.peak_of(members), final - shared, shared)
+            self._groups[key] = group
         return group
 
     def _count_shared(self, members: list[Sequence]) -> int:

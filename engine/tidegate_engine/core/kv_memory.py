@@ -33,8 +33,17 @@ class Need(NamedTuple):
 class KvMemory:
     """The KV blocks of one engine and the rules by which sequences get them."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, num_host_blocks: int) -> None:
-        """Start with every block free and nobody's own."""
+    def __init__(
+        self, *, num_blocks: int, block_size: int, num_host_blocks: int, seconds_per_block: float
+    ) -> None:
+        """Start with every block free and nobody's own.
+
+        Args:
+            num_blocks: On the device.
+            block_size: Tokens in a block.
+            num_host_blocks: In host memory.
+            seconds_per_block: What a swap takes for each, to begin with.
+        """
         self.pool = BlockPool(num_blocks=num_blocks, block_size=block_size)
         self.host = BlockPool(num_blocks=num_host_blocks, block_size=block_size)
         self.ledger = KvLedger(num_blocks)
@@ -45,7 +54,7 @@ class KvMemory:
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
         self._pinned: list[tuple[str, int]] = []
-        self.flights = Flights()
+        self.flights = Flights(seconds_per_block)
         self._num_reserved = 0
         self._num_incoming = 0
         self._relieved: dict[str, None] = {}
@@ -218,13 +227,13 @@ class KvMemory:
         self.swapped_in_blocks += len(seq.host_table)
         return True
 
-    def pass_fence(self, fence: int) -> Sequence | None:
+    def pass_fence(self, fence: int, now: float) -> Sequence | None:
         """Note that a copy is complete.
 
         Returns:
             The sequence whose copy it was, alive or ended; None for a fence unknown here.
         """
-        flight = self.flights.end(fence)
+        flight = self.flights.end(fence, now)
         if flight is None:
             return None
         seq = flight.seq
@@ -237,8 +246,9 @@ class KvMemory:
             self.release(seq)
         return seq
 
-    def begin_step(self) -> None:
+    def begin_step(self, now: float) -> None:
         """Forget what the last plan asked to be copied."""
+        self.flights.now = now
         self.copies, self.swap_out, self.swap_in = [], [], []
 
     def end_step(self) -> None:

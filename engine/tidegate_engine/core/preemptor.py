@@ -120,6 +120,7 @@ class Preemptor:
             if len(borrowers) < 2 or not options:
                 break
             self._take_out(self._under_pressure(options), Cause.PRESSURE, None)
+            self._press()
         if memory.num_settled <= memory.gate.low_blocks:
             self._gate.is_pressed = False
 
@@ -137,9 +138,13 @@ class Preemptor:
             if not options:
                 return
             victim = self._under_pressure(options)
-            is_reclaim = memory.ledger.fits_nominal(tenant.name, 1)
+            reclaims = tenant.rule.preemption.reclaims
+            is_reclaim = reclaims and memory.ledger.fits_nominal(tenant.name, 1)
+            is_at_cap = memory.ledger.used(tenant.name) >= memory.ledger.cap(tenant.name)
             cause = Cause.RECLAIMED if is_reclaim else Cause.PRESSURE
             self._take_out(victim, cause, None if victim is seq else seq, blocks=1)
+            if not (is_reclaim or is_at_cap):
+                self._press()
 
     def make_room_for(self, wish: Wish) -> bool:
         """Take out whom it takes to let a waiting request in: as few as are enough, or nobody.
@@ -261,7 +266,13 @@ class Preemptor:
 
     def _cause(self, wish: Wish) -> Cause:
         lacks_blocks = wish.blocks > self._memory.free_for(wish.seq)
-        return Cause.RECLAIMED if wish.is_within_nominal and lacks_blocks else Cause.DISPLACED
+        reclaims = wish.is_within_nominal and wish.seq.tenant.rule.preemption.reclaims
+        return Cause.RECLAIMED if reclaims and lacks_blocks else Cause.DISPLACED
+
+    def _press(self) -> None:
+        """Note that the pool ran short: admission had counted on room that was needed."""
+        self._gate.is_pressed = True
+        self._forecast.lengths.note_preemption()
 
     def _shield(self, seq: Sequence) -> Shield:
         is_at_floor = False
@@ -277,7 +288,7 @@ class Preemptor:
         """Return what swapping `seq` out and in, and what computing it again takes, in seconds."""
         num_blocks = self._memory.pool.blocks_for(seq.computed_tokens)
         queued = self._memory.flights.num_blocks
-        per_block = self._step_times.costs.swap_block_seconds
+        per_block = self._memory.flights.seconds_per_block
         pool = self._memory.pool
         surviving = len(seq.block_table) - pool.count_freed(seq.block_table)
         lost = seq.computed_tokens - surviving * pool.block_size
@@ -318,9 +329,6 @@ class Preemptor:
         seq.tenant.totals.preemptions[PreemptionKey(cause, mode)] += 1
         self._tenants.reconsider(seq.tenant)
         self._tenants.tier_of(seq.tenant).resumable[seq] = None
-        if cause is Cause.PRESSURE:
-            self._gate.is_pressed = True
-            self._forecast.lengths.note_preemption()
         self.preempted[seq] = None
         self._decisions.append(
             Decision(

@@ -133,6 +133,10 @@ class SchedulerStats:
         kv_cached_blocks: Blocks nobody holds, kept for the prefix cache; they count as free.
         swap_out_blocks: Blocks moved to the host since the start.
         swap_in_blocks: Blocks moved back since the start.
+        gone: Totals of tenants that are no longer known.
+        arrivals: Requests that were let in to queue: at any time the sum of those waiting, running
+            and swapped, finished, cancelled and expired, over all tenants and `gone`.
+        rejected: Requests that were not.
     """
 
     step: int
@@ -149,3 +153,6 @@ class SchedulerStats:
     swap_in_blocks: int
     watermark: str
     tenants: dict[str, TenantStats]
+    gone: TenantStats = field(default_factory=TenantStats)
+    arrivals: int = 0
+    rejected: int = 0

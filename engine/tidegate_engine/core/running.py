@@ -118,6 +118,7 @@ class Running:
 
     def recount(self) -> None:
         """Count anew after tiers, targets and protections have changed."""
+        self.version += 1
         self.committed_cost = {}
         for seq in self:
             seq.tenant.committed_blocks = 0
@@ -145,7 +146,9 @@ class Running:
             raise AssertionError(f"decodes have {context_tokens} tokens, not {self.context_tokens}")
         if Counter(seq.tenant for seq in self.decoding) != self.decodes_by_tenant:
             raise AssertionError("the tenants' decodes are miscounted")
+        version = self.version
         self.recount()
+        self.version = version
         if (by_tier, targets) != (self._by_tier, self._itl_targets):
             raise AssertionError(f"running requests are counted as {by_tier} and {targets}")
         self._check_phases()

@@ -11,6 +11,8 @@ cancels come between the two calls of neighbouring steps, so that no step that i
 cancel contains the request.
 """
 
+from dataclasses import replace
+
 from tidegate_engine.core.accounts import Accounts
 from tidegate_engine.core.admission import Admission
 from tidegate_engine.core.arrival import (
@@ -29,7 +31,7 @@ from tidegate_engine.core.books import Books
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.decisions import Decision, DecisionLog, DecisionRecord, Reason, Verdict
 from tidegate_engine.core.forecast import Forecast
-from tidegate_engine.core.invariants import check_sequences
+from tidegate_engine.core.invariants import check_joining, check_sequences
 from tidegate_engine.core.kv_gate import KvGate
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.limits import EngineLimits
@@ -77,15 +79,19 @@ class Scheduler:
             costs: Time that the executor takes, to begin with; what steps take is learnt from.
         """
         self.decision_log = DecisionLog()
+        costs = costs or ExecutorCosts()
         self._memory = KvMemory(
-            num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_host_blocks=num_host_blocks,
+            seconds_per_block=costs.swap_block_seconds,
         )
         self._engine_limits = limits
         self._limits = limits
         self._tenants = TenantTable()
         self._running = Running()
         self._forecast = Forecast(block_size=block_size)
-        self._step_times = StepTimeModel(costs or ExecutorCosts())
+        self._step_times = StepTimeModel(costs)
         self._time_limits = TimeLimits()
         self._gate = KvGate(memory=self._memory, running=self._running, forecast=self._forecast)
         books = Books(
@@ -104,6 +110,7 @@ class Scheduler:
         self._revision = 0
         self._step = 0
         self._arrivals = 0
+        self._rejected = 0
         self._live: dict[str, Sequence] = {}
         self._accounts = Accounts(books, live=self._live)
         self._joining: list[Sequence] = []
@@ -137,8 +144,9 @@ class Scheduler:
 
     @property
     def step_costs(self) -> ExecutorCosts:
-        """What steps were found to cost."""
-        return self._step_times.costs
+        """What steps and copies were found to cost."""
+        seconds_per_block = self._memory.flights.seconds_per_block
+        return replace(self._step_times.costs, swap_block_seconds=seconds_per_block)
 
     # -- events ----------------------------------------------------------------------------------
 
@@ -153,12 +161,14 @@ class Scheduler:
         tenant = self._tenants.declared(request.tenant)
         rejection = refuse_tenant(request, tenant, revision=self._revision)
         if rejection is not None or tenant is None:
+            self._rejected += 1
             return rejection
         cap_tokens = self._memory.cap_tokens(tenant.name, is_preemptible=tenant.is_preemptible)
         rejection = refuse_prompt(request, tenant, cap_tokens=cap_tokens) or refuse_for_queue(
             request, tenant, num_waiting=self.num_waiting, max_waiting=self._limits.max_waiting
         )
         if rejection is not None:
+            self._rejected += 1
             return rejection
         self._arrivals += 1
         seq = new_sequence(
@@ -188,8 +198,7 @@ class Scheduler:
         if seq is None:
             return None
         phase = seq.phase
-        seq.tenant.totals.cancelled += 1
-        self._end(seq)
+        self._drop(seq, Verdict.CANCELLED, Reason.ON_REQUEST)
         return phase
 
     def finish(self, request_id: str, now: float) -> bool:  # noqa: ARG002
@@ -258,7 +267,9 @@ class Scheduler:
                 self._complete(self._live[output.request_id])
         self._memory.end_step()
         for fence in result.passed_fences:
-            self._land(fence)
+            seq = self._memory.pass_fence(fence, now)
+            if seq in self._running.arriving:  # back on the device: it joins the next step
+                self._joining.append(seq)
         return tuple(outputs)
 
     def abandon_step(self, plan: StepPlan, now: float) -> tuple[str, ...]:
@@ -271,23 +282,23 @@ class Scheduler:
         """
         self._has_open_plan = False
         swaps = (*plan.swap_out, *plan.swap_in)
-        in_rows = [row.request_id for row in plan.rows]
-        in_swaps = [swap.request_id for swap in swaps]
         # Whoever was admitted may count on a copy on write that was not done.
-        concerned = dict.fromkeys([*in_rows, *in_swaps, *plan.admitted])
+        moved = [row.request_id for row in plan.rows] + [swap.request_id for swap in swaps]
+        concerned = dict.fromkeys([*moved, *plan.admitted])
         dropped = [request_id for request_id in concerned if request_id in self._live]
         for request_id in dropped:
             self._live[request_id].computed_tokens = 0  # nothing of it may be read again
             self.cancel(request_id, now)
         self._memory.end_step()
         for swap in swaps:
-            self._memory.pass_fence(swap.fence)
+            self._memory.pass_fence(swap.fence, now)
         return tuple(dropped)
 
     def stats(self) -> SchedulerStats:
         """Return the numbers at this step boundary."""
         books = self._tenants, self._running, self._memory
-        return describe(*books, step=self._step, revision=self._revision)
+        stats = describe(*books, step=self._step, revision=self._revision)
+        return replace(stats, arrivals=self._arrivals, rejected=self._rejected)
 
     def check_invariants(self) -> None:
         """Verify that blocks, books and queues agree.
@@ -301,14 +312,11 @@ class Scheduler:
         self._tenants.check_invariants()
         self._forecast.lengths.check_invariants()
         check_sequences(sequences, self._tenants)
-        landed = {seq for seq in self._running.arriving if not seq.fence}
-        if landed != set(self._joining):
-            raise AssertionError(f"{len(landed)} requests are back, {len(self._joining)} join")
+        check_joining(self._joining, self._running)
 
     # -- planning --------------------------------------------------------------------------------
 
     def _begin_step(self, now: float) -> None:
-        self._decisions = []
         self._ended = []
         self._stopped = []
         self._planned_at = now
@@ -316,34 +324,32 @@ class Scheduler:
             self._forecast.lengths.forget(name)
         for name in self._memory.take_relieved():
             self._tenants.make_room(name)
-        self._memory.begin_step()
+        self._memory.begin_step(now)
         self._gate.begin_step()
         self._preemptor.begin_step(self._decisions, now)
         self._admission.begin_step(self._decisions, now)
 
     def _adopt_policy(self) -> None:
-        snapshot = None
-        if self._mailbox is not None:
-            snapshot, self._revision = self._mailbox
-            self._mailbox = None
-        if snapshot is not None and snapshot != self._snapshot:
-            self._snapshot = snapshot
-            self._limits = self._engine_limits.under(snapshot.batching)
-            self._forecast.estimate = snapshot.kv_estimate
-            self._memory.apply_policy(snapshot)
-            self._tenants.apply_policy(snapshot)
-            self._running.recount()
-            self._stop_tenants(snapshot)
-            self._admission.obey(self._limits)
+        if self._mailbox is None:
+            return
+        (snapshot, self._revision), self._mailbox = self._mailbox, None
+        if snapshot == self._snapshot:
+            return
+        self._snapshot = snapshot
+        self._limits = self._engine_limits.under(snapshot.batching)
+        self._forecast.estimate = snapshot.kv_estimate
+        self._memory.apply_policy(snapshot)
+        self._tenants.apply_policy(snapshot)
+        self._running.recount()
+        self._stop_tenants(snapshot)
+        self._admission.obey(self._limits)
 
     def _stop_tenants(self, snapshot: PolicySnapshot) -> None:
         """Drop the requests of tenants whose policy cancels them."""
         stopped = {r.tenant for r in snapshot.tenants if r.stop is StopPolicy.CANCEL}
         for seq in [s for s in self._live.values() if stopped and s.tenant.name in stopped]:
             self._stopped.append(seq.request_id)
-            seq.tenant.totals.cancelled += 1
-            self._note(seq, Verdict.STOPPED, Reason.TENANT_STOPPED)
-            self._end(seq)
+            self._drop(seq, Verdict.STOPPED, Reason.TENANT_STOPPED)
 
     def _expire(self, now: float) -> tuple[Expiry, ...]:
         """Drop the requests that have waited, or run, for too long."""
@@ -372,14 +378,14 @@ class Scheduler:
         shares = prefill_shares(self._running, self._limits, self._step_times)
         self._decodes = [seq for seq in self._running.decoding if seq.num_tokens <= seq.capacity]
         rows = describe_batch(self._decodes, shares)
-        if not rows and not self._memory.flights and len(self._running):
+        if not rows and not self._memory.flights and self._running.decoding:
             # All stand still, and nobody may be taken out: the newest gives its blocks back.
-            self._end_for_lack(list(self._running)[-1])
+            self._end_for_lack(list(self._running.decoding)[-1])
         if rows:
             self._step += 1
             self._features = features_of(self._running, shares)
         self._has_open_plan = bool(rows) or bool(self._memory.flights)
-        decisions = tuple(self._decisions)
+        decisions, self._decisions = tuple(self._decisions), []
         if decisions:
             watermark = self._memory.gate.state.value
             record = DecisionRecord(self._step, self._revision, now, watermark, decisions)
@@ -414,6 +420,12 @@ class Scheduler:
         self._forecast.lengths.observe(seq.tenant.name, seq.num_output_tokens)
         self._end(seq)
 
+    def _drop(self, seq: Sequence, verdict: Verdict, reason: Reason) -> None:
+        """End a request that nobody waits for any more."""
+        seq.tenant.totals.cancelled += 1
+        self._note(seq, verdict, reason)
+        self._end(seq)
+
     def _end_for_lack(self, seq: Sequence) -> None:
         """End a request for which there will never be the KV block that it needs."""
         self._ended.append(seq.request_id)
@@ -432,17 +444,11 @@ class Scheduler:
             self._running.stop_expecting(seq)
             self._joining = [other for other in self._joining if other is not seq]
         self._admission.forget(seq)
-        self._memory.release(seq)
-        self._gate.is_pressed = False
+        if self._memory.release(seq):
+            self._gate.is_pressed = False
         seq.phase = Phase.ENDED
         del self._live[seq.request_id]
         self._tenants.settle(tenant)
-
-    def _land(self, fence: int) -> None:
-        """Note that a copy has ended; a request that is back on the device joins the next step."""
-        seq = self._memory.pass_fence(fence)
-        if seq in self._running.arriving:
-            self._joining.append(seq)
 
     def _note(self, seq: Sequence, verdict: Verdict, reason: Reason) -> None:
         self._decisions.append(Decision(seq.request_id, seq.tenant.name, verdict, reason))

@@ -1,11 +1,12 @@
 """The numbers of a scheduler at a step boundary."""
 
 from dataclasses import asdict
+from typing import Any
 
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.request import SchedulerStats, TenantStats
 from tidegate_engine.core.running import Running
-from tidegate_engine.core.tenants import Tenant, TenantTable
+from tidegate_engine.core.tenants import Tenant, TenantTable, TenantTotals
 
 
 def describe(
@@ -26,12 +27,12 @@ def describe(
         swap_out_blocks=memory.swapped_out_blocks,
         swap_in_blocks=memory.swapped_in_blocks,
         watermark=memory.gate.state,
+        gone=TenantStats(**_grown(tenants.gone)),
         tenants={tenant.name: _describe_tenant(tenant, memory) for tenant in tenants},
     )
 
 
 def _describe_tenant(tenant: Tenant, memory: KvMemory) -> TenantStats:
-    totals = tenant.totals
     return TenantStats(
         running=tenant.running,
         waiting=tenant.waiting,
@@ -39,7 +40,13 @@ def _describe_tenant(tenant: Tenant, memory: KvMemory) -> TenantStats:
         kv_used_blocks=memory.ledger.used(tenant.name),
         kv_borrowed_blocks=memory.ledger.borrowed(tenant.name),
         virtual_counter=tenant.counters.value(tenant.name),
-        service=tenant.service,
-        preempted=totals.preemptions.total(),
-        **(asdict(totals) | {"preemptions": dict(totals.preemptions)}),
+        **_grown(tenant.totals),
     )
+
+
+def _grown(totals: TenantTotals) -> dict[str, Any]:
+    return asdict(totals) | {
+        "preemptions": dict(totals.preemptions),
+        "preempted": totals.preemptions.total(),
+        "service": totals.service,
+    }

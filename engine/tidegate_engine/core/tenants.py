@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 from tidegate_engine.core.prefix_cache import root_key
 from tidegate_engine.core.queues import RequestQueue, TierQueue
@@ -36,6 +37,16 @@ class TenantTotals:
     expired: int = 0
     finished: int = 0
     preemptions: Counter[PreemptionKey] = field(default_factory=Counter)
+
+    def add(self, other: "TenantTotals") -> None:
+        """Add what another tenant's totals are."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def service(self) -> float:
+        """Charged service, in cost units."""
+        return PROMPT_TOKEN_COST * self.prompt_tokens + OUTPUT_TOKEN_COST * self.output_tokens
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -87,12 +98,6 @@ class Tenant:
         """Be under these rules from now on."""
         self.rule, self.tier, self.is_declared = rule, tier, True
         self.output_price = OUTPUT_TOKEN_COST / (rule.weight or 1)
-
-    @property
-    def service(self) -> float:
-        """Charged service since the scheduler's start, in cost units."""
-        totals = self.totals
-        return PROMPT_TOKEN_COST * totals.prompt_tokens + OUTPUT_TOKEN_COST * totals.output_tokens
 
     @property
     def tier_value(self) -> int:
@@ -153,9 +158,14 @@ class Tenant:
 
 
 class TenantTable:
-    """All tenants that the policy names or that still have work, and the queues of their tiers."""
+    """All tenants that the policy names or that still have work, and the queues of their tiers.
+
+    Attributes:
+        gone: Totals of the tenants of whom nothing else is known any more.
+    """
 
     def __init__(self) -> None:
+        self.gone = TenantTotals()
         self.counters = VirtualTokenCounters()
         self.tiers: dict[int, TierQueue] = {}
         self._tenants: dict[str, Tenant] = {}
@@ -181,14 +191,16 @@ class TenantTable:
             if tenant.is_held:
                 self.counters.suspend(tenant.name, tenant.group)
         tenant.queue.push(seq)
-        self.tier_of(tenant).note_arrival(seq, now)
+        if not tenant.is_held:
+            self.tier_of(tenant).note_arrival(seq, now)
         self.reconsider(tenant)
 
     def dequeue(self, seq: Sequence) -> None:
         """Take a request that was never admitted out of its queue."""
         tenant = seq.tenant
         tenant.queue.remove(seq)
-        self.tier_of(tenant).note_departure(seq)
+        if not tenant.is_held:
+            self.tier_of(tenant).note_departure(seq)
         if not tenant.queue:
             tenant.listed_key = None
 
@@ -261,7 +273,7 @@ class TenantTable:
         """
         for value, tier in self.tiers.items():
             members = [t for t in self if t.tier.value == value]
-            queued = sum(len(t.queue) for t in members)
+            queued = sum(len(t.queue) for t in members if not t.is_held)
             if queued != tier.num_queued or (tier.first_wait_at is None) != (queued == 0):
                 raise AssertionError(f"tier {value} counts {tier.num_queued} of {queued} requests")
             for tenant in members:
@@ -318,7 +330,7 @@ class TenantTable:
             if not tenant.is_held:
                 self.counters.readmit(tenant.name, tenant.group)
         tenant.listed_key = None
-        if not tenant.queue:
+        if not tenant.queue or tenant.is_held:
             return
         tier = self.tier_of(tenant)
         tier.num_queued += len(tenant.queue)
@@ -327,13 +339,15 @@ class TenantTable:
             # Where the tenants of a tier come from several, the longest wait counts for all.
             waited = [t for t in before.values() if t.first_wait_at is not None]
             same = [t for t in waited if t.value == tier.value] or waited
-            tier.first_wait_at = min(t.first_wait_at or 0.0 for t in same)
-            tier.first_latest_start = min(t.first_latest_start for t in waited)
+            # Nobody is in before if all were held: what a hold kept waits no longer.
+            tier.first_wait_at = min((t.first_wait_at or 0.0 for t in same), default=-inf)
+            tier.first_latest_start = min((t.first_latest_start for t in waited), default=inf)
         self.relist(tenant)
 
     def _drop(self, tenant: Tenant) -> None:
         del self._tenants[tenant.name]
         self._dropped.append(tenant.name)
+        self.gone.add(tenant.totals)
         self.counters.forget(tenant.name)
 
 
