@@ -2,17 +2,36 @@
 
 from collections.abc import Collection, Iterable
 
-from tidegate_engine.core.running import Running
+from tidegate_engine.core.books import Books
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.tenants import Tenant
 
 
-def check_sequences(sequences: Collection[Sequence], tenants: Iterable[Tenant]) -> None:
-    """Verify that the tenants count their requests rightly, and that those agree with themselves.
+def check_books(
+    books: Books, sequences: Collection[Sequence], joining: Collection[Sequence]
+) -> None:
+    """Verify all of a scheduler's books, each by itself and against each other.
+
+    Args:
+        books: The scheduler's.
+        sequences: All live requests.
+        joining: Those that join the batch with the next step, back from the host.
 
     Raises:
-        AssertionError: They don't.
+        AssertionError: They disagree.
     """
+    books.memory.check_invariants(sequences)
+    books.running.check_invariants()
+    books.tenants.check_invariants()
+    books.forecast.lengths.check_invariants()
+    _check_sequences(sequences, books.tenants)
+    landed = {seq for seq in books.running.arriving if not seq.fence}
+    if landed != set(joining):
+        raise AssertionError(f"{len(landed)} requests are back, {len(joining)} join")
+
+
+def _check_sequences(sequences: Collection[Sequence], tenants: Iterable[Tenant]) -> None:
+    """Verify that the tenants count their requests rightly, and that those agree with themselves."""
     for seq in sequences:
         if seq.num_tokens != len(seq.token_ids):
             raise AssertionError(f"{seq.request_id} miscounts its tokens")
@@ -27,14 +46,3 @@ def check_sequences(sequences: Collection[Sequence], tenants: Iterable[Tenant]) 
         owed = sum(s.uncharged_prompt_tokens for s in own if s.phase is Phase.RUNNING)
         if owed != tenant.admitted_prompt_tokens:
             raise AssertionError(f"{tenant.name} is to pay {owed} prompt tokens")
-
-
-def check_joining(joining: Collection[Sequence], running: Running) -> None:
-    """Verify that whoever is back from the host joins the batch with the next step.
-
-    Raises:
-        AssertionError: Somebody doesn't.
-    """
-    landed = {seq for seq in running.arriving if not seq.fence}
-    if landed != set(joining):
-        raise AssertionError(f"{len(landed)} requests are back, {len(joining)} join")

@@ -67,7 +67,7 @@ class KvGate:
             Whether the context as it is has room at all.
         """
         memory, tenant = self._memory, seq.tenant
-        most = memory.cap_tokens(tenant.name, is_preemptible=tenant.is_preemptible)
+        most = memory.cap_tokens_of(tenant)
         if seq.max_tokens > most + 1:  # the last output token is never cached
             seq.clip(most + 1, block_size=memory.pool.block_size)
         return seq.num_tokens <= most

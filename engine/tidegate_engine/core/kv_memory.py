@@ -13,6 +13,7 @@ from tidegate_engine.core.block_pool import BlockPool
 from tidegate_engine.core.flights import Flight, Flights
 from tidegate_engine.core.plan import BlockCopy, SwapCopy
 from tidegate_engine.core.sequence import Phase, Sequence
+from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.admission import Watermark, WatermarkGate
 from tidegate_policies.quota import KvLedger, KvQuota
 from tidegate_policies.snapshot import PolicySnapshot, WatermarkRule
@@ -88,13 +89,13 @@ class KvMemory:
         """Return what `tenant` holds above its nominal, without what a swap-out will free."""
         return max(0, self.ledger.borrowed(tenant) - self.flights.num_leaving_of(tenant))
 
-    def cap_tokens(self, seq_tenant: str, *, is_preemptible: bool) -> int:
-        """Return the longest context that a request could ever hold.
+    def cap_tokens_of(self, tenant: Tenant) -> int:
+        """Return the longest context that a request of `tenant` could ever hold.
 
         One that may not be preempted has to fit into what is its tenant's own.
         """
-        ledger = self.ledger
-        blocks = ledger.cap(seq_tenant) if is_preemptible else ledger.nominal(seq_tenant)
+        ledger, name = self.ledger, tenant.name
+        blocks = ledger.cap(name) if tenant.is_preemptible else ledger.nominal(name)
         return blocks * self.pool.block_size
 
     def free_for(self, seq: Sequence) -> int:

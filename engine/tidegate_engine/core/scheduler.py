@@ -31,7 +31,7 @@ from tidegate_engine.core.books import Books
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.decisions import Decision, DecisionLog, DecisionRecord, Reason, Verdict
 from tidegate_engine.core.forecast import Forecast
-from tidegate_engine.core.invariants import check_joining, check_sequences
+from tidegate_engine.core.invariants import check_books
 from tidegate_engine.core.kv_gate import KvGate
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.limits import EngineLimits
@@ -94,7 +94,7 @@ class Scheduler:
         self._step_times = StepTimeModel(costs)
         self._time_limits = TimeLimits()
         self._gate = KvGate(memory=self._memory, running=self._running, forecast=self._forecast)
-        books = Books(
+        self._books = books = Books(
             memory=self._memory,
             running=self._running,
             tenants=self._tenants,
@@ -160,14 +160,12 @@ class Scheduler:
             raise ValueError(f"request {request.request_id!r} is live already")
         tenant = self._tenants.declared(request.tenant)
         rejection = refuse_tenant(request, tenant, revision=self._revision)
+        cap_tokens = 0 if tenant is None else self._memory.cap_tokens_of(tenant)
+        if rejection is None and tenant is not None:
+            rejection = refuse_prompt(request, tenant, cap_tokens=cap_tokens) or refuse_for_queue(
+                request, tenant, num_waiting=self.num_waiting, max_waiting=self._limits.max_waiting
+            )
         if rejection is not None or tenant is None:
-            self._rejected += 1
-            return rejection
-        cap_tokens = self._memory.cap_tokens(tenant.name, is_preemptible=tenant.is_preemptible)
-        rejection = refuse_prompt(request, tenant, cap_tokens=cap_tokens) or refuse_for_queue(
-            request, tenant, num_waiting=self.num_waiting, max_waiting=self._limits.max_waiting
-        )
-        if rejection is not None:
             self._rejected += 1
             return rejection
         self._arrivals += 1
@@ -296,9 +294,13 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Return the numbers at this step boundary."""
-        books = self._tenants, self._running, self._memory
-        stats = describe(*books, step=self._step, revision=self._revision)
-        return replace(stats, arrivals=self._arrivals, rejected=self._rejected)
+        return describe(
+            self._books,
+            step=self._step,
+            revision=self._revision,
+            arrivals=self._arrivals,
+            rejected=self._rejected,
+        )
 
     def check_invariants(self) -> None:
         """Verify that blocks, books and queues agree.
@@ -306,13 +308,7 @@ class Scheduler:
         Raises:
             AssertionError: They don't.
         """
-        sequences = list(self._live.values())
-        self._memory.check_invariants(sequences)
-        self._running.check_invariants()
-        self._tenants.check_invariants()
-        self._forecast.lengths.check_invariants()
-        check_sequences(sequences, self._tenants)
-        check_joining(self._joining, self._running)
+        check_books(self._books, list(self._live.values()), self._joining)
 
     # -- planning --------------------------------------------------------------------------------
 

@@ -3,20 +3,23 @@
 from dataclasses import asdict
 from typing import Any
 
+from tidegate_engine.core.books import Books
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.request import SchedulerStats, TenantStats
-from tidegate_engine.core.running import Running
-from tidegate_engine.core.tenants import Tenant, TenantTable, TenantTotals
+from tidegate_engine.core.tenants import Tenant, TenantTotals
 
 
 def describe(
-    tenants: TenantTable, running: Running, memory: KvMemory, *, step: int, revision: int
+    books: Books, *, step: int, revision: int, arrivals: int, rejected: int
 ) -> SchedulerStats:
     """Count everything; linear in the tenants."""
+    memory, tenants = books.memory, books.tenants
     return SchedulerStats(
         step=step,
         revision=revision,
-        running=len(running),
+        arrivals=arrivals,
+        rejected=rejected,
+        running=len(books.running),
         waiting=sum(tenant.waiting for tenant in tenants),
         swapped=sum(tenant.swapped for tenant in tenants),
         kv_blocks=memory.pool.num_blocks,
