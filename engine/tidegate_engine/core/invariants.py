@@ -31,7 +31,7 @@ def check_books(
 
 
 def _check_sequences(sequences: Collection[Sequence], tenants: Iterable[Tenant]) -> None:
-    """Verify that the tenants count their requests rightly, and that those agree with themselves."""
+    """Verify that tenants count their requests rightly, and that these agree with themselves."""
     for seq in sequences:
         if seq.num_tokens != len(seq.token_ids):
             raise AssertionError(f"{seq.request_id} miscounts its tokens")
