@@ -5,17 +5,30 @@ import dataclasses
 import pytest
 
 from tidegate_engine.executor.base import Executor
+from tidegate_engine.executor.clock import VirtualClock
 from tidegate_testing.executors import a_slow_executor, a_torch_executor
+from tidegate_testing.lab import Lab
 from tidegate_testing.models import TINY, one_torch_thread, smollm2, tiny_model
 
 __all__ = ["one_torch_thread", "smollm2"]
 
 
+@pytest.fixture
+def clock() -> VirtualClock:
+    """Time passes on it with simulated steps; real ones leave it alone."""
+    return VirtualClock()
+
+
 @pytest.fixture(params=["simulated", "torch", pytest.param("smollm2", marks=pytest.mark.model)])
-def executor(request: pytest.FixtureRequest) -> Executor:
+def executor(request: pytest.FixtureRequest, clock: VirtualClock) -> Executor:
     if request.param == "simulated":
-        return a_slow_executor()
+        return a_slow_executor(clock)
     if request.param == "smollm2":
         return a_torch_executor(request.getfixturevalue("smollm2"))
     # Tied, a random model mostly repeats its input.
     return a_torch_executor(tiny_model(dataclasses.replace(TINY, has_tied_embeddings=False)))
+
+
+@pytest.fixture
+def lab(executor: Executor, clock: VirtualClock) -> Lab:
+    return Lab(executor, clock)
