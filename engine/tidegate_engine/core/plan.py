@@ -89,9 +89,9 @@ class StepPlan:
     """What one step does. vLLM calls this `SchedulerOutput`.
 
     Its parts take effect in this order: `swap_out` reads device blocks as they are before
-    anything else, `swap_in` begins to write others, `copies` are done, `rows` are computed. A
-    block of a swap is in no row, and in no other copy, of this or a later plan until the fence has
-    passed.
+    anything else, `swap_in` begins to write others, `copies` are done, `rows` are computed. Until
+    its fence has passed, in this plan and in later ones: what a swap-out reads may be read, as
+    shared prefixes are, but not written; what a swap-in writes is touched by nobody.
 
     Attributes:
         step: Number of the step, from 1; grows with every plan that has rows.
