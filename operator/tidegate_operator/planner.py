@@ -187,8 +187,10 @@ def _engine_counts(engines: Engines, revision: int) -> Json:
             "summary": f"{len(engines.ready)}/{engines.total}",
         }
     }
-    if blocks := sum(report.kv_blocks for report in engines.ready_reports):
-        counts["capacity"] = {"kvBlocks": blocks}
+    reports = engines.ready_reports
+    if kv_blocks := sum(report.kv_blocks for report in reports):
+        host_blocks = sum(report.host_blocks for report in reports)
+        counts["capacity"] = {"kvBlocks": kv_blocks, "hostBlocks": host_blocks}
     if laggards := engines.lagging(revision):
         counts["laggards"] = list(laggards[:MAX_NAMED])
     return counts
@@ -341,6 +343,7 @@ def _pool_usage(activity: PoolActivity) -> Json:
     return {
         "running": activity.running,
         "waiting": activity.waiting,
+        "swapped": activity.swapped,
         "kvPercent": _percent(activity.kv_used_blocks, activity.kv_blocks),
     }
 
@@ -367,7 +370,9 @@ def _tenant_usage(policy: TenantPolicy, states: Sequence[PoolState], *, known: J
     return {
         "running": sum(activity.running for activity in activities),
         "waiting": sum(activity.waiting for activity in activities),
+        "swapped": sum(activity.swapped for activity in activities),
         "kvPercent": _percent(sum(a.kv_used_blocks for a in activities), blocks),
+        "borrowedPercent": _percent(sum(a.kv_borrowed_blocks for a in activities), blocks),
         "outputTokensPerSecond": _rounded(tokens),
         "sharePercent": _percent(service, of_tier),
         "preempted": sum(activity.preempted for activity in activities),

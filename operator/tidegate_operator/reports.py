@@ -182,4 +182,5 @@ def _acknowledgement(report: EngineReport) -> tuple[object, ...]:
         report.refused,
         report.degraded,
         report.kv_blocks,
+        report.host_blocks,
     )

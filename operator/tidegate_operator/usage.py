@@ -11,6 +11,7 @@ class TenantActivity:
     """One tenant in one pool, over the last sampling window.
 
     Attributes:
+        kv_borrowed_blocks: Of `kv_used_blocks`, those above the nominal of each engine.
         output_tokens_per_second: Mean over the window.
         service: Charged service in the window.
         preempted: Total since the engines started.
@@ -19,7 +20,9 @@ class TenantActivity:
 
     running: int = 0
     waiting: int = 0
+    swapped: int = 0
     kv_used_blocks: int = 0
+    kv_borrowed_blocks: int = 0
     output_tokens_per_second: float = 0.0
     service: float = 0.0
     preempted: int = 0
@@ -28,7 +31,8 @@ class TenantActivity:
     @property
     def is_idle(self) -> bool:
         """Whether the tenant had no work in the window and has none now."""
-        return not (self.running or self.waiting or self.kv_used_blocks or self.service)
+        work = self.running or self.waiting or self.swapped
+        return not (work or self.kv_used_blocks or self.service)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,7 @@ class PoolActivity:
 
     running: int = 0
     waiting: int = 0
+    swapped: int = 0
     kv_blocks: int = 0
     kv_used_blocks: int = 0
     tenants: Mapping[str, TenantActivity] = field(default_factory=dict)
@@ -73,6 +78,7 @@ class UsageMeter:
         return PoolActivity(
             running=sum(report.running for report in reports),
             waiting=sum(report.waiting for report in reports),
+            swapped=sum(report.swapped for report in reports),
             kv_blocks=sum(report.kv_blocks for report in reports),
             kv_used_blocks=sum(report.kv_used_blocks for report in reports),
             tenants={
@@ -90,7 +96,9 @@ def _activity(
     return TenantActivity(
         running=sum(counters.running for counters in now),
         waiting=sum(counters.waiting for counters in now),
+        swapped=sum(counters.swapped for counters in now),
         kv_used_blocks=sum(counters.kv_used_blocks for counters in now),
+        kv_borrowed_blocks=sum(counters.kv_borrowed_blocks for counters in now),
         output_tokens_per_second=tokens / seconds,
         service=sum(new.service - old.service for new, old in grown),
         preempted=sum(counters.preempted for counters in now),

@@ -59,6 +59,7 @@ def a_state(
             revision=run,
             digest=digest if run == revision else "",
             kv_blocks=100,
+            host_blocks=50,
         )
         for pod, run in runs.items()
     }
@@ -225,7 +226,7 @@ def test_pool_counts_its_engines_and_names_its_policy() -> None:
     assert status["engines"] == {"ready": 2, "programmed": 2, "summary": "2/3"}
     assert (status["replicas"], status["selector"]) == (3, "app=engine")
     assert status["policy"]["revision"] == 7
-    assert status["capacity"] == {"kvBlocks": 200}
+    assert status["capacity"] == {"kvBlocks": 200, "hostBlocks": 100}
     assert reasons(update)["Degraded"] == ("False", "PolicyCurrent")
     assert reasons(update)["Ready"] == ("True", "Ready")
 
@@ -236,7 +237,7 @@ def test_only_ready_engines_add_to_the_capacity() -> None:
     pods = (a_pod_view("a"), a_pod_view("b", is_ready=False))
     state = replace(state, engines=replace(state.engines, pods=pods))
     status = plan_pool_status(state, known={}, now=NOW).status
-    assert status["capacity"] == {"kvBlocks": 100}
+    assert status["capacity"] == {"kvBlocks": 100, "hostBlocks": 50}
 
 
 def test_without_redis_a_pool_keeps_what_was_last_heard_and_is_degraded() -> None:
@@ -273,6 +274,35 @@ def test_usage_is_shown_while_there_is_some() -> None:
     assert usage["outputTokensPerSecond"] == 120
     assert "usage" not in plan(view, state, policy=view.policies["team/idle"]).status
     assert plan_pool_status(state, known={}, now=NOW).status["usage"]["kvPercent"] == 25
+
+
+def test_swapped_requests_and_borrowed_blocks_are_shown_over_all_pools() -> None:
+    policy = a_tenant_policy(pools=["chat", "code"])
+    view = a_view(an_engine_pool("chat"), an_engine_pool("code"), policy)
+    acme = TenantActivity(swapped=2, kv_used_blocks=40, kv_borrowed_blocks=15)
+    activity = PoolActivity(
+        swapped=5, kv_blocks=100, kv_used_blocks=40, tenants={"team/acme": acme}
+    )
+    states = [
+        replace(a_state(view, key, revision=7, a=7), activity=activity)
+        for key in ("team/chat", "team/code")
+    ]
+    usage = plan(view, *states).status["usage"]
+    assert (usage["swapped"], usage["kvPercent"], usage["borrowedPercent"]) == (4, 40, 15)
+    pool = plan_pool_status(states[0], known={}, now=NOW).status
+    EnginePoolStatus.model_validate(pool)
+    assert pool["usage"]["swapped"] == 5
+
+
+def test_usage_at_rest_changes_nothing() -> None:
+    view = a_view(an_engine_pool(), a_tenant_policy())
+    rests = PoolActivity(kv_blocks=100, tenants={"team/acme": TenantActivity(preempted=3)})
+    state = replace(a_state(view, revision=7, a=7), activity=rests)
+    policy = plan(view, state).status
+    pool = plan_pool_status(state, known={}, now=NOW).status
+    assert "usage" not in policy
+    assert plan(view, state, known=policy, now=LATER).status == policy
+    assert plan_pool_status(state, known=pool, now=LATER).status == pool
 
 
 def test_usage_is_kept_until_the_first_window_is_over() -> None:

@@ -18,6 +18,14 @@ def test_acknowledgements_are_news_and_heartbeats_are_not() -> None:
     assert book.reports("p")["a"].sequence == 5
 
 
+def test_capacity_is_news() -> None:
+    book = ReportBook()
+    book.accept(a_report(1, kv_blocks=100), now=0.0)
+    assert book.accept(a_report(2, kv_blocks=100, host_blocks=50), now=1.0)
+    assert book.accept(a_report(3, kv_blocks=90, host_blocks=50), now=2.0)
+    assert not book.accept(a_report(4, kv_blocks=90, host_blocks=50, swapped=3), now=3.0)
+
+
 def test_older_report_of_an_incarnation_changes_nothing() -> None:
     book = ReportBook()
     book.accept(a_report(5, revision=2), now=0.0)

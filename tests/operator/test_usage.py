@@ -1,4 +1,4 @@
-from tidegate_operator.usage import UsageMeter
+from tidegate_operator.usage import TenantActivity, UsageMeter
 from tidegate_policies.wire import EngineReport, TenantCounters
 
 
@@ -9,6 +9,7 @@ def a_report(pod: str, incarnation: str = "i", **counters: float) -> EngineRepor
         incarnation=incarnation,
         sequence=1,
         running=1,
+        swapped=2,
         kv_blocks=100,
         kv_used_blocks=10,
         tenants=(TenantCounters(tenant="t", **counters),),  # type: ignore[arg-type]
@@ -31,6 +32,17 @@ def test_rates_are_means_over_the_window_and_all_engines() -> None:
     assert (activity.running, activity.kv_blocks, activity.kv_used_blocks) == (2, 200, 20)
 
 
+def test_swapped_requests_and_borrowed_blocks_are_those_of_now_over_all_engines() -> None:
+    meter = UsageMeter()
+    meter.sample([a_report("a", swapped=9, kv_borrowed_blocks=90)], now=5.0)
+    activity = meter.sample(
+        [a_report("a", swapped=1, kv_borrowed_blocks=4), a_report("b", swapped=2)], now=15.0
+    )
+    assert activity is not None
+    tenant = activity.tenants["t"]
+    assert (tenant.swapped, tenant.kv_borrowed_blocks, activity.swapped) == (3, 4, 4)
+
+
 def test_restarted_engine_counts_from_its_next_window() -> None:
     meter = UsageMeter()
     meter.sample([a_report("a", output_tokens=1000)], now=0.0)
@@ -45,3 +57,7 @@ def test_tenant_without_work_or_service_is_idle() -> None:
     activity = meter.sample([a_report("a", cancelled=3, output_tokens=9)], now=10.0)
     assert activity is not None
     assert activity.tenants["t"].is_idle
+
+
+def test_tenant_whose_requests_are_all_swapped_is_not_idle() -> None:
+    assert not TenantActivity(swapped=1).is_idle
