@@ -217,7 +217,8 @@ def test_a_block_that_comes_back_is_garbage_until_its_fence(executor: SimulatedE
         steps.run(early.row())
     assert caught.value.block == 9  # type: ignore[attr-defined]
     # Even where the check is passed by, the content isn't there.
-    executor._open_swaps._device.clear()
+    executor._open_swaps._read.clear()
+    executor._open_swaps._written.clear()
     assert early.run(1) != output
     steps.wait_for(2)
     assert generation(steps, computed=8).run(1) == output
@@ -229,7 +230,8 @@ def test_a_block_written_on_its_way_out_is_saved_wrong(executor: SimulatedExecut
     busy = Generation(steps, [1, 2], [40])
     row = busy.row()
     busy.take(row, steps.run(row, swap_out=[swap(1)]))
-    executor._open_swaps._device.clear()
+    executor._open_swaps._read.clear()
+    executor._open_swaps._written.clear()
     steps.run(copies=[BlockCopy(40, 9)])
     steps.wait_for(1)
     steps.run(swap_in=[swap(2)])
@@ -246,7 +248,8 @@ def test_a_host_block_is_garbage_until_its_fence(executor: SimulatedExecutor) ->
         Generation(steps, [1, 2], [40]).row(),
         swap_out=[swap(2, (50, 51), (5, 6)), swap(3)],
     )
-    executor._open_swaps._device.clear()
+    executor._open_swaps._read.clear()
+    executor._open_swaps._written.clear()
     executor._open_swaps._host.clear()
     steps.run(swap_in=[swap(4)])
     while 4 not in steps.passed:
