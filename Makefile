@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup tools generate format lint types imports check test demo run
+.PHONY: help setup tools generate format lint types imports check test bench demo run
 
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tidegate
 UV_VERSION := 0.13.9
@@ -65,6 +65,10 @@ check: lint types imports ## lint, types, imports and the fast tests
 
 test: lint types imports tools ## everything that must pass, real parts included
 	$(BIN)/pytest $(ARGS)
+
+bench: setup ## what the scheduler costs and what batching is worth, quickly
+	$(BIN)/tidegate bench scheduler --quick
+	$(BIN)/tidegate bench batching --quick
 
 demo: setup ## the main job on this machine: cluster, operator, engines, traffic, a policy change
 	$(BIN)/tidegate demo
