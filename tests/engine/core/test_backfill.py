@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidegate_engine.core.admission import MAX_BACKFILL
+from tidegate_engine.core.candidates import MAX_BACKFILL
 from tidegate_engine.core.decisions import Reason, Verdict
 from tidegate_testing.policies import a_tenant
 from tidegate_testing.simulation import Simulation, a_simulation, admitting_by_present_need
