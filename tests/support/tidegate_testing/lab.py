@@ -13,6 +13,7 @@ from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.executor.base import Capacity, Executor
 from tidegate_engine.executor.clock import VirtualClock
+from tidegate_engine.executor.open_swaps import OpenSwaps
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.executors import NUM_BLOCKS, Generation, Steps
 from tidegate_testing.scheduling import a_request
@@ -29,8 +30,8 @@ TIE = 1e-3
 class LateCopies:
     """Carries plans out by another executor, its swaps only some steps after they were planned.
 
-    So they are in flight over several steps also where a copy is a matter of a moment: what is
-    written to their blocks meanwhile ends up in the copy.
+    So they are in flight over several steps also where a copy is a matter of a moment. What touches
+    their blocks meanwhile is refused.
     """
 
     def __init__(self, inner: Executor, *, steps: int) -> None:
@@ -38,6 +39,7 @@ class LateCopies:
         self._inner = inner
         self._delay = steps
         self._number = 0
+        self._open_swaps = OpenSwaps(inner.capacity)
         self._waiting: deque[tuple[int, StepPlan]] = deque()
 
     @property
@@ -49,6 +51,7 @@ class LateCopies:
         """Carry out one plan, and the swaps whose time has come."""
         if not self._delay:
             return self._inner.execute(plan)
+        self._open_swaps.begin(plan)
         self._number += 1
         for swap in plan.swap_out:
             self._postpone(plan, swap_out=(swap,))
@@ -61,6 +64,8 @@ class LateCopies:
         while self._waiting and (must_pass or self._waiting[0][0] <= self._number):
             must_pass = False
             passed += self._inner.execute(self._waiting.popleft()[1]).passed_fences
+        for fence in passed:
+            self._open_swaps.end(fence)
         return dataclasses.replace(result, passed_fences=tuple(passed))
 
     def measure(self) -> ExecutorCosts:
