@@ -70,6 +70,9 @@ bench: setup ## what the scheduler costs and what batching is worth, quickly
 	$(BIN)/tidegate bench scheduler --quick
 	$(BIN)/tidegate bench batching --quick
 
+soak: setup ## a million rules against the scheduler's invariants: hours (ARGS="--seed 40 --rules 20000")
+	PYTHONPATH=tests/support $(BIN)/python tests/soak/soak_scheduler.py $(ARGS)
+
 demo: setup ## the main job on this machine: cluster, operator, engines, traffic, a policy change
 	$(BIN)/tidegate demo
 

@@ -1,0 +1,88 @@
+"""The scheduler's state machine for a million rules and more, in rounds of one seed each.
+
+Rounds are told as they end. A violation is shrunk and shown, with the seed that finds it again:
+
+    make soak                                     a million rules
+    make soak ARGS="--seed 40"                    from another seed on
+    make soak ARGS="--rules 20000 --minutes 5"    fewer, or no longer
+"""
+
+import argparse
+import sys
+import time
+from itertools import count
+
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.errors import HypothesisException
+from hypothesis.stateful import run_state_machine_as_test
+
+from tidegate_testing.scheduler_invariants import InvariantError
+from tidegate_testing.scheduler_machine import QuietMachine, SchedulerMachine
+
+MACHINES = (SchedulerMachine, QuietMachine)
+EXAMPLES, STEPS = 50, 60
+
+
+def run_round(number: int) -> int:
+    """Run one round; even numbers take all policies, odd ones those where KV alone decides.
+
+    Returns:
+        How many rules were carried out.
+
+    Raises:
+        InvariantError: An invariant is broken.
+    """
+    machine = MACHINES[number % len(MACHINES)].counting_anew()
+    run_state_machine_as_test(
+        seed(number)(machine),
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            database=None,
+            deadline=None,
+            phases=[Phase.generate, Phase.shrink],
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    return machine.rules_run.total()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run rounds until enough rules have been carried out, or the time is up.
+
+    Returns:
+        0 when no invariant was broken and there were enough rules.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0, help="of the first round")
+    parser.add_argument("--rules", type=int, default=1_000_000, help="enough, over all rounds")
+    parser.add_argument("--minutes", type=float, default=180.0, help="most time")
+    chosen = parser.parse_args(arguments)
+    began = time.monotonic()
+    done = 0
+    for number in count(chosen.seed):
+        try:
+            done += run_round(number)
+        except (InvariantError, HypothesisException) as error:
+            notes = "\n".join(getattr(error, "__notes__", ()))
+            say(f"{notes}\n{error}\nfound again by: make soak ARGS='--seed {number}'")
+            return 1
+        minutes = (time.monotonic() - began) / 60
+        say(f"seed {number}: {done:,} of {chosen.rules:,} rules in {minutes:.1f} minutes")
+        if done >= chosen.rules:
+            return 0
+        if minutes >= chosen.minutes:
+            say(f"the time is up; go on with: make soak ARGS='--seed {number + 1}'")
+            return 2
+    return 0
+
+
+def say(text: str) -> None:
+    """Print at once."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
