@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup tools generate format lint types imports check test bench demo run
+.PHONY: help setup tools generate format lint types imports check test bench soak demo run
 
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tidegate
 UV_VERSION := 0.13.9
