@@ -4,7 +4,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tidegate_engine.core.plan import StepPlan
+from tidegate_testing.scheduler_driver import RandomDriver
 from tidegate_testing.scheduler_machine import QuietMachine, SchedulerMachine
+from tidegate_testing.scheduler_policies import ANY
 
 HAPPENED = (
     "rows",
@@ -45,3 +48,15 @@ def test_no_order_of_events_breaks_an_invariant(
     )
     assert watched.rules_run.total() >= rules
     assert [name for name in HAPPENED if not watched.happened[name]] == []
+
+
+def plans_of(seed: int, *, repeats_policy: bool) -> list[StepPlan]:
+    driver = RandomDriver(seed, given=(), drawn=ANY, checks_books=True)
+    driver.world.repeats_policy = repeats_policy
+    driver.run(60)
+    return driver.world.plans
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_same_policy_again_changes_no_plan(seed: int) -> None:
+    assert plans_of(seed, repeats_policy=True) == plans_of(seed, repeats_policy=False)

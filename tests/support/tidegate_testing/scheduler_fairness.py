@@ -7,7 +7,7 @@ from tidegate_engine.core.decisions import Decision, Reason, Verdict
 from tidegate_engine.core.plan import StepPlan
 from tidegate_engine.core.request import SchedulerStats
 from tidegate_policies.preemption import FINISHING_TOKENS, NEARLY_COMPUTED_SHARE
-from tidegate_policies.snapshot import PolicySnapshot, StopPolicy
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.scheduler_invariants import Invariant, InvariantError, in_batch, require
 from tidegate_testing.scheduler_view import Place, PolicyView, Seen
 
@@ -43,27 +43,35 @@ class Fairness:
         self._service: dict[str, float] = {}
         self._active: dict[str, tuple[int, bool]] = {}
         self._left_last: dict[tuple[int, bool], float] = {}
+        self._lifted: set[str] = set()
         self._promised: frozenset[str] = frozenset()
 
     # -- counters --------------------------------------------------------------------------------
 
     def adopt(self, snapshot: PolicySnapshot, revision: int, live: Sequence[Seen]) -> None:
         """Put a policy in force; who changes its group begins anew there."""
-        before = {name: self._view.group(name) for name in self._view.rules}
+        names = list(self._view.rules)
+        before = {name: (self._view.group(name), self._view.is_held(name)) for name in names}
         self._view.adopt(snapshot, revision)
-        moved = [name for name in self._view.rules if before.get(name) != self._view.group(name)]
+        moved = [name for name in names if before[name][0] != self._view.group(name)]
         for name in moved:
             self._counters.pop(name, None)
         if moved:
             self._left_last.clear()
             self._active = {seen.tenant: self._view.group(seen.tenant) for seen in live}
+        # Who was held, and is no longer, joins like a newcomer.
+        self._lifted = {name for name in names if before[name][1] != self._view.is_held(name)}
 
     def check_join(self, tenant: str, counter: float, live: Sequence[Seen]) -> None:
         """Verify the counter of a tenant with whose arrival nobody gains."""
         if any(seen.tenant == tenant for seen in live):
             return
         group = self._view.group(tenant)
-        others = [name for name in self._active if self._view.group(name) == group]
+        others = [
+            name
+            for name in self._active
+            if self._view.group(name) == group and not self._view.is_held(name)
+        ]
         if not others:
             floor = self._left_last.get(group, 0.0)
             require(counter >= floor, Invariant.COUNTERS, tenant, counter, "below", floor)
@@ -81,7 +89,7 @@ class Fairness:
         for name, counter in found.items():
             before = self._counters.get(name, 0.0)
             require(counter >= before, Invariant.COUNTERS, name, counter, "after", before)
-            if name in self._active and name in self._counters:
+            if name in self._active and name in self._counters and name not in self._lifted:
                 weight = self._view.rules[name].weight or 1
                 service = stats.tenants[name].service - self._service.get(name, 0.0)
                 is_charged = abs(counter - before - service / weight) < 1e-6 * (1 + counter)
@@ -97,7 +105,7 @@ class Fairness:
                 self._left_last[group] = min(known)
             else:
                 self._left_last.pop(group, None)
-        self._counters, self._active = found, active
+        self._counters, self._active, self._lifted = found, active, set[str]()
         self._service = {name: tenant.service for name, tenant in stats.tenants.items()}
         self._used = {name: tenant.kv_used_blocks for name, tenant in stats.tenants.items()}
 
@@ -224,6 +232,6 @@ class Fairness:
             return True
         if seen.place is not Place.WAITING:
             return False
-        is_held = self._view.rules[seen.tenant].stop is StopPolicy.HOLD
         # Another of its tier may have come before and have opened the window for it: never later.
+        is_held = self._view.is_held(seen.tenant)
         return not is_held and planning.now >= seen.arrived_at + self._view.longest_window()

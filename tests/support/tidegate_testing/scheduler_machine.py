@@ -18,7 +18,7 @@ from tidegate_engine.core.request import Request
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.executor.base import ExecutorError
 from tidegate_engine.executor.clock import VirtualClock
-from tidegate_policies.snapshot import PolicySnapshot, StopPolicy
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.scheduler_invariants import Invariant, InvariantError
 from tidegate_testing.scheduler_policies import ANY, KV_ALONE, PolicyDraft, Trait, requests
 from tidegate_testing.scheduler_view import Seen, a_simulated_device
@@ -70,13 +70,23 @@ def soundly() -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class World:
-    """One scheduler, its executor, and the witness of what passes between them."""
+    """One scheduler, its executor, and the witness of what passes between them.
+
+    Attributes:
+        repeats_policy: Whether the newest policy is handed over again before every plan.
+        policy: The newest one.
+        plans: All of them, but for their revisions.
+        happened: What plans contained, by name.
+    """
 
     sizes: Sizes
     checks_books: bool = True
     clock: VirtualClock = field(default_factory=VirtualClock)
     revision: int = 0
     arrivals: int = 0
+    repeats_policy: bool = False
+    policy: PolicySnapshot | None = None
+    plans: list[StepPlan] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -130,18 +140,22 @@ class World:
     def change_policy(self, policy: PolicySnapshot) -> None:
         """Hand a policy over."""
         self.revision += 1
+        self.policy = policy
         self.scheduler.apply_policy(policy, self.revision)
         self.witness.policy_handed(policy, self.revision)
 
     def plan(self) -> StepPlan:
         """Plan a step; whoever plans has to execute or abandon what is executable."""
         now = self.clock.now()
+        if self.repeats_policy and self.policy is not None:
+            self.change_policy(self.policy)
         with soundly():
             plan = self.scheduler.plan_step(now)
         self.witness.planned(plan, now)
         if not plan.is_executable:
             self.check_books()
         self.note(plan)
+        self.plans.append(replace(plan, revision=0))
         return plan
 
     def execute(self, plan: StepPlan) -> None:
@@ -183,7 +197,7 @@ class World:
             if plan.is_executable or plan.ended or plan.expired or plan.stopped:
                 continue
             for seen in self.witness.live:
-                if self.witness.view.rules[seen.tenant].stop is StopPolicy.HOLD:
+                if self.witness.view.is_held(seen.tenant):
                     self.cancel(seen)
             if plan.wake_at is not None:
                 self.clock.advance_to(plan.wake_at)

@@ -202,6 +202,7 @@ class PolicyView:
             )
         by_name = {tier.name: tier for tier in snapshot.tiers}
         self.rules |= self._declared
+        self.tiers = {name: by_name.get(tier.name, tier) for name, tier in self.tiers.items()}
         self.tiers |= {name: by_name[rule.tier] for name, rule in self._declared.items()}
         self._count_quotas(snapshot)
 
@@ -223,6 +224,10 @@ class PolicyView:
     def group(self, tenant: str) -> tuple[int, bool]:
         """Return with whom a tenant's counter is compared."""
         return self.tiers[tenant].value, self.rules[tenant].weight == 0
+
+    def is_held(self, tenant: str) -> bool:
+        """Return whether nothing of a tenant is admitted anew."""
+        return self.rules[tenant].stop is StopPolicy.HOLD
 
     def longest_window(self) -> float:
         """Return the longest time for which any request may be held to fill a batch."""
