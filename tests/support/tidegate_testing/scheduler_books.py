@@ -121,8 +121,14 @@ class Books:
         )
         require(is_right, Invariant.CHARGES, name, tokens, found.service, "not", totals)
 
-    def check_quotas(self, stats: SchedulerStats, live: Sequence[Seen]) -> None:
-        """Verify right after planning that nobody took what isn't its own or lent to it."""
+    def check_quotas(self, stats: SchedulerStats, live: Sequence[Seen], *, moved: set[str]) -> None:
+        """Verify right after planning that nobody took what isn't its own or lent to it.
+
+        Args:
+            stats: As they are then.
+            live: Who is alive then.
+            moved: Tenants of which somebody was admitted or taken out.
+        """
         before, self._used = self._used, _used(stats)
         quotas = self._view.quotas
         risen = [name for name, used in self._used.items() if used > before.get(name, 0)]
@@ -130,7 +136,8 @@ class Books:
         for name in risen:
             quota, used = self._view.quota(name), self._used[name]
             require(used <= quota.cap, Invariant.CAP, name, "holds", used, "of", quota)
-            if used > quota.nominal and risen == [name]:
+            # Owners take from what is kept for them, so that less may be free than was then kept.
+            if used > quota.nominal and risen == [name] and moved <= {name}:
                 kept = sum(q.kept(self._used.get(n, 0)) for n, q in quotas.items() if n != name)
                 require(free >= kept, Invariant.LENDING, name, free, "free,", kept, "not lent")
         for name, count in _running_of(live).items():

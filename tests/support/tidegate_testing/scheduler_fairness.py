@@ -162,7 +162,7 @@ class Fairness:
             for beneficiary, victims in planning.owing.items():
                 is_in = beneficiary in plan.admitted
                 require(is_in, Invariant.SATISFIED, victims, "left for", beneficiary)
-        self._check_tiers(planning, live)
+        self._check_tiers(planning, live, promised=promised_before)
         is_idle = not (plan.is_executable or plan.ended or plan.expired or plan.stopped)
         if is_idle:
             stuck = [seen.request.request_id for seen in live if self._could_run(seen, planning)]
@@ -196,7 +196,9 @@ class Fairness:
         is_finishing = victim.limit - victim.num_outputs <= FINISHING_TOKENS
         return is_finishing or length - victim.admitted_tokens < rule.min_quantum_tokens
 
-    def _check_tiers(self, planning: Planning, live: Sequence[Seen]) -> None:
+    def _check_tiers(
+        self, planning: Planning, live: Sequence[Seen], *, promised: frozenset[str]
+    ) -> None:
         """Verify that nothing was lent past a higher tier's request that needs no more than that.
 
         A tenant that holds nothing and has nothing in the batch is at no limit of its own: it waits
@@ -205,7 +207,7 @@ class Fairness:
         borrowing = [
             self._view.tiers[decision.tenant].value
             for decision in planning.plan.decisions
-            if decision.reason is Reason.BORROWING
+            if decision.reason is Reason.BORROWING and decision.request_id not in promised
         ]
         if not borrowing:
             return

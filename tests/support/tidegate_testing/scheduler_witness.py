@@ -152,7 +152,8 @@ class Witness:
         places = sum(in_batch(seen.place) for seen in self.live)
         check_places(plan, places_before, places, self._limits_in_force)
         stats = self._scheduler.stats()
-        self._books.check_quotas(stats, self.live)
+        moved = {d.tenant for d in plan.decisions if d.verdict in _MOVES}
+        self._books.check_quotas(stats, self.live, moved=moved)
         self._fairness.check_plan(planning, self.live)
         self._settle(stats)
 
