@@ -102,7 +102,7 @@ class Admission:
             reason = self._try(seq, is_head=False, may_borrow=True)
             if reason in OPEN:
                 self._start(seq, reason)
-            elif reason in FINAL or not seq.incoming_blocks:
+            elif reason in FINAL or not self._memory.flights:
                 self._give_up(seq)
 
     def _give_up(self, seq: Sequence) -> None:

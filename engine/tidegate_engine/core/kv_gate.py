@@ -60,6 +60,14 @@ class KvGate:
         """Look at the running requests anew: they have grown."""
         self._seen = -1
 
+    def observe(self) -> Watermark:
+        """Hold usage against the watermarks: once a step, and when somebody was taken out."""
+        memory = self._memory
+        state = memory.observe()
+        if memory.num_settled <= memory.gate.low_blocks:
+            self.is_pressed = False
+        return state
+
     def clip(self, seq: Sequence) -> bool:
         """Shorten what a policy in force leaves too little room for.
 

@@ -109,11 +109,14 @@ class KvMemory:
         return self.pool.num_free + self.flights.num_leaving - kept + own
 
     def need(self, seq: Sequence) -> Need:
-        """Return what `seq` has to get for its context as it is now."""
-        found, copied = self._found(seq)
+        """Return what `seq` has to get for its context as it is now.
+
+        The source of a copy on write isn't counted: it is held for a step, and only if there is
+        room for it beside the rest.
+        """
+        found, _ = self._found(seq)
         shared = self._count_held(found)
-        pinned = 0 if copied is None else 1 - self._count_held([copied])
-        return Need(self.pool.blocks_for(seq.num_tokens) - shared + pinned, shared)
+        return Need(self.pool.blocks_for(seq.num_tokens) - shared, shared)
 
     # -- running sequences -----------------------------------------------------------------------
 

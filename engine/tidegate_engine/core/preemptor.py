@@ -111,8 +111,7 @@ class Preemptor:
         The last borrower stays: it would come back at once, as nobody else borrows. Nor does
         anybody leave before a lower tier whose requests are protected only for a moment.
         """
-        memory = self._memory
-        while memory.observe() is Watermark.RED:
+        while self._gate.observe() is Watermark.RED:
             borrowers = self._borrowers()
             shields = self._shields(borrowers)
             lowest = _yielding(borrowers, shields, _PASSING)
@@ -121,8 +120,6 @@ class Preemptor:
                 break
             self._take_out(self._under_pressure(options), Cause.PRESSURE, None)
             self._press()
-        if memory.num_settled <= memory.gate.low_blocks:
-            self._gate.is_pressed = False
 
     def make_room_to_grow(self, seq: Sequence) -> None:
         """Take out who has to yield until a running request may have its next block.
@@ -164,7 +161,7 @@ class Preemptor:
         cause = self._cause(wish)
         for victim in victims:
             self._take_out(by_id[victim.request_id].seq, cause, wish.seq, blocks=wish.blocks)
-        self._memory.observe()
+        self._gate.observe()
         return True
 
     # -- whom ------------------------------------------------------------------------------------
@@ -265,9 +262,12 @@ class Preemptor:
         return by_id[choose_pressure_victim(map(self._candidate, options)).request_id]
 
     def _cause(self, wish: Wish) -> Cause:
-        lacks_blocks = wish.blocks > self._memory.free_for(wish.seq)
-        reclaims = wish.is_within_nominal and wish.seq.tenant.rule.preemption.reclaims
-        return Cause.RECLAIMED if reclaims and lacks_blocks else Cause.DISPLACED
+        memory, tenant = self._memory, wish.seq.tenant
+        has_blocks = memory.ledger.can_take(
+            tenant.name, wish.blocks, free=memory.free_for(wish.seq)
+        )
+        reclaims = wish.is_within_nominal and tenant.rule.preemption.reclaims
+        return Cause.RECLAIMED if reclaims and not has_blocks else Cause.DISPLACED
 
     def _press(self) -> None:
         """Note that the pool ran short: admission had counted on room that was needed."""
