@@ -16,15 +16,17 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.errors import HypothesisException
 from hypothesis.stateful import run_state_machine_as_test
 
+from tidegate_testing.scheduler_driver import RandomDriver
 from tidegate_testing.scheduler_invariants import InvariantError
 from tidegate_testing.scheduler_machine import QuietMachine, SchedulerMachine
+from tidegate_testing.scheduler_policies import ANY, KV_ALONE, Trait
 
-MACHINES = (SchedulerMachine, QuietMachine)
 EXAMPLES, STEPS = 50, 60
+RUNS, EVENTS = 40, 80
 
 
 def run_round(number: int) -> int:
-    """Run one round; even numbers take all policies, odd ones those where KV alone decides.
+    """Run one round: in turns under any policy and where KV alone decides, searched and driven.
 
     Returns:
         How many rules were carried out.
@@ -32,7 +34,23 @@ def run_round(number: int) -> int:
     Raises:
         InvariantError: An invariant is broken.
     """
-    machine = MACHINES[number % len(MACHINES)].counting_anew()
+    is_driven, is_quiet = divmod(number % 4, 2)
+    if is_driven:
+        return drive(number, KV_ALONE if is_quiet else ANY)
+    return search(number, QuietMachine if is_quiet else SchedulerMachine)
+
+
+def drive(number: int, traits: list[Trait]) -> int:
+    """Let random events happen, many of those that matter."""
+    for run in range(RUNS):
+        driver = RandomDriver(number * RUNS + run, given=(), drawn=traits, checks_books=True)
+        driver.run(EVENTS)
+    return RUNS * EVENTS
+
+
+def search(number: int, machine: type[SchedulerMachine]) -> int:
+    """Let hypothesis choose the events; it shrinks what it finds."""
+    machine = machine.counting_anew()
     run_state_machine_as_test(
         seed(number)(machine),
         settings=settings(
