@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence as Ordered
 from itertools import groupby
 
+from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import PlanRow
 from tidegate_engine.core.running import Running
@@ -113,6 +114,17 @@ def in_service_order(running: Running) -> list[Sequence]:
         turns[seq.tenant] += 1
         ranked.append((-seq.tenant.tier_value, turns[seq.tenant], seq.admission, seq))
     return [seq for *_, seq in sorted(ranked)]
+
+
+def ready_decodes(running: Running, memory: KvMemory) -> list[Sequence]:
+    """Return the decodes that have the KV block for their next token.
+
+    Who lacked one when all grew gets it if it has become free since: what was kept for somebody
+    may have been given up.
+    """
+    return [
+        seq for seq in running.decoding if seq.num_tokens <= seq.capacity or memory.try_grow(seq)
+    ]
 
 
 def describe_batch(decodes: Ordered[Sequence], shares: dict[Sequence, int]) -> list[PlanRow]:

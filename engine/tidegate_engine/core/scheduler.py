@@ -26,6 +26,7 @@ from tidegate_engine.core.batch import (
     features_of,
     prefill_budget,
     prefill_shares,
+    ready_decodes,
 )
 from tidegate_engine.core.books import Books
 from tidegate_engine.core.costs import ExecutorCosts
@@ -372,7 +373,7 @@ class Scheduler:
 
     def _emit(self, now: float, expired: tuple[Expiry, ...]) -> StepPlan:
         shares = prefill_shares(self._running, self._limits, self._step_times)
-        self._decodes = [seq for seq in self._running.decoding if seq.num_tokens <= seq.capacity]
+        self._decodes = ready_decodes(self._running, self._memory)
         rows = describe_batch(self._decodes, shares)
         if not rows and not self._memory.flights and self._running.decoding:
             # All stand still, and nobody may be taken out: the newest gives its blocks back.
