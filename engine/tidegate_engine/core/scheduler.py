@@ -207,10 +207,9 @@ class Scheduler:
             Whether it was alive.
         """
         seq = self._live.get(request_id)
-        if seq is None:
-            return False
-        self._complete(seq)
-        return True
+        if seq is not None:
+            self._complete(seq)
+        return seq is not None
 
     def apply_policy(self, snapshot: PolicySnapshot, revision: int) -> None:
         """Leave a policy in the mailbox; the next `plan_step` puts it in force, whole."""
