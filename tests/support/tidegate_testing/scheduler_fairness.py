@@ -211,13 +211,15 @@ class Fairness:
         ]
         if not borrowing:
             return
+        # A tenant for whose request others have left may have no place for a second one.
+        awaited = {seen.tenant for seen in live if seen.request.request_id in self._promised}
         for seen in live:
             value = self._view.tiers[seen.tenant].value
             if (
                 value > min(borrowing)
                 and self._could_run(seen, planning)
                 and not seen.was_admitted
-                and seen.request.request_id not in self._promised
+                and seen.tenant not in awaited
                 and not self._used.get(seen.tenant)
                 and not planning.running.get(seen.tenant)
                 and seen.tenant not in planning.served
