@@ -117,9 +117,18 @@ class KvGate:
             return True
         return self._peak_with(others, seq, need) <= nominal
 
-    def lets_in(self, seq: Sequence, blocks: int, *, usage: int) -> bool:
-        """Tell whether usage that falls to so many blocks lets a borrower of `blocks` in."""
+    def lets_in(self, seq: Sequence, blocks: int, *, usage: int, kept: int) -> bool:
+        """Tell whether a borrower of `blocks` would get in.
+
+        Args:
+            seq: The borrower.
+            blocks: What it lacks.
+            usage: Blocks in use then.
+            kept: Blocks of others' unused nominal that it may not borrow then.
+        """
         gate = self._memory.gate
+        if self._is_over(seq, self._memory.need(seq), gate.high_blocks - kept):
+            return False
         is_open = gate.would_open(usage)
         is_pressed = self.is_pressed and usage > gate.low_blocks
         return not is_pressed and self._level(seq, blocks, usage, is_open=is_open) is None
@@ -127,10 +136,8 @@ class KvGate:
     def _close(self, seq: Sequence, need: Need) -> Reason | None:
         """Return what closes the way to borrowed blocks, or None; the lasting reason first."""
         memory = self._memory
-        beside = self._beside(seq)
-        room = memory.gate.high_blocks - memory.ledger.kept_from(seq.tenant.name)
-        # With nothing else running, nothing is to be predicted.
-        if len(beside.peak) and self._peak_with(beside, seq, need) >= room:
+        kept = memory.ledger.kept_from(seq.tenant.name)
+        if self._is_over(seq, need, memory.gate.high_blocks - kept):
             return Reason.PREDICTED_PEAK
         if self.is_pressed:
             return Reason.WATERMARK
@@ -138,6 +145,12 @@ class KvGate:
         # What this step has admitted already counts, too.
         is_open = memory.gate.state is Watermark.GREEN and usage < memory.gate.low_blocks
         return self._level(seq, need.additional, usage, is_open=is_open)
+
+    def _is_over(self, seq: Sequence, need: Need, room: int) -> bool:
+        """Tell whether the predicted peak with `seq` doesn't stay under `room` blocks."""
+        beside = self._beside(seq)
+        # With nothing else running, nothing is to be predicted.
+        return len(beside.peak) > 0 and self._peak_with(beside, seq, need) >= room
 
     def _level(self, seq: Sequence, blocks: int, usage: int, *, is_open: bool) -> Reason | None:
         gate = self._memory.gate

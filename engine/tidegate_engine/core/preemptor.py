@@ -241,21 +241,27 @@ class Preemptor:
         memory, seq = self._memory, wish.seq
         if wish.needs_slot and not any(option.frees_slot for option in victims):
             return False
-        tables: dict[str, list[int]] = {}
-        for option in victims:
-            if option.frees_blocks:
-                tables.setdefault(option.candidate.tenant, []).extend(option.seq.block_table)
-        # Blocks are shared inside a tenant only; what all victims share is freed with the last.
-        released = {name: memory.pool.count_freed(table) for name, table in tables.items()}
+        # Whoever is taken out for its slot frees blocks, too, but they are kept for its tenant.
+        released = self._count_released(option for option in victims if option.frees_blocks)
         freed = sum(released.values())
         ledger = memory.what_if(released)
         free = memory.free_in_time(seq) + freed
         if not ledger.can_take(seq.tenant.name, wish.blocks, free=free):
             return False
         # While nobody else borrows, the watermarks gate nobody.
-        is_ungated = wish.is_within_nominal or not ledger.has_borrowers
+        if wish.is_within_nominal or not ledger.has_borrowers:
+            return True
+        kept = memory.what_if(self._count_released(victims)).kept_from(seq.tenant.name)
         usage = memory.num_settled - freed
-        return is_ungated or self._gate.lets_in(seq, wish.blocks, usage=usage)
+        return self._gate.lets_in(seq, wish.blocks, usage=usage, kept=kept)
+
+    def _count_released(self, victims: Iterable[_Option]) -> dict[str, int]:
+        """Return the blocks that each tenant no longer holds without these requests."""
+        tables: dict[str, list[int]] = {}
+        for option in victims:
+            tables.setdefault(option.candidate.tenant, []).extend(option.seq.block_table)
+        # Blocks are shared inside a tenant only; what all victims share is freed with the last.
+        return {name: self._memory.pool.count_freed(table) for name, table in tables.items()}
 
     def _under_pressure(self, options: Ordered[Sequence]) -> Sequence:
         by_id = {seq.request_id: seq for seq in options}
