@@ -114,9 +114,13 @@ class Generations:
         self._abort(generation, RequestCancelledError(), CancelCause.DELETE)
         return True
 
+    def begin_drain(self) -> None:
+        """Refuse new work from now on; what runs goes on."""
+        self._is_draining = True
+
     async def drain(self, grace_seconds: float) -> None:
         """Refuse new work and wait until what runs has ended; after the grace, end it."""
-        self._is_draining = True
+        self.begin_drain()
         try:
             async with asyncio.timeout(grace_seconds):
                 await self._idle.wait()
