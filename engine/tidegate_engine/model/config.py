@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from tidegate_engine.model.rope_scaling import RopeScaling
+
 
 class ModelConfigError(ValueError):
     """The sizes don't fit together.
@@ -26,7 +28,10 @@ class LlamaConfig:
         intermediate_size: Width of the feed-forward part.
         max_context_tokens: Positions that the model was trained for.
         rope_theta: Base of the rotary frequencies.
+        rope_scaling: None leaves them as they are.
         has_tied_embeddings: The output projection is the embedding table.
+        has_qkv_bias: Query, key and value projections add a bias.
+        has_qk_norm: Every query and key head is normalised before it is rotated.
 
     Raises:
         ModelConfigError: The sizes don't fit together.
@@ -43,6 +48,9 @@ class LlamaConfig:
     rope_theta: float
     rms_norm_epsilon: float
     has_tied_embeddings: bool
+    has_qkv_bias: bool = False
+    has_qk_norm: bool = False
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         for field in (
@@ -66,6 +74,13 @@ class LlamaConfig:
             )
         if self.head_size % 2:
             raise ModelConfigError("head_size", f"must be even, got {self.head_size}")
+        scaling = self.rope_scaling
+        if scaling is not None and len(scaling.divisors) != self.head_size // 2:
+            raise ModelConfigError(
+                "rope_scaling",
+                f"must have {self.head_size // 2} divisors, half of head_size,"
+                f" got {len(scaling.divisors)}",
+            )
 
     @property
     def query_size(self) -> int:

@@ -3,8 +3,6 @@
 Tokens of all rows lie one after the other; only attention knows which belong together.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,38 +10,8 @@ from torch.nn import functional
 from tidegate_engine.model.attention import PagedAttention
 from tidegate_engine.model.batch import Batch
 from tidegate_engine.model.config import LlamaConfig
+from tidegate_engine.model.rotary import RotaryTable
 from tidegate_engine.model.weights import LayerWeights, LlamaWeights
-
-
-@dataclass(frozen=True, slots=True)
-class RotaryTable:
-    """Cosines and sines of rotary position embedding, each [positions, 1, D / 2].
-
-    Source: RoFormer (Su et al., 2021), section 3.4.2, with a head's halves as the pairs.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    @classmethod
-    def of(cls, config: LlamaConfig, like: Tensor) -> "RotaryTable":
-        """Compute every position of the model's context, in dtype and on the device of `like`."""
-        exponents = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
-        frequencies = 1.0 / config.rope_theta**exponents
-        positions = torch.arange(config.max_context_tokens, dtype=torch.float32)
-        # Angles in float32 whatever the dtype: in bfloat16 positions above 256 aren't distinct.
-        angles = torch.outer(positions, frequencies).unsqueeze(1)
-        return cls(angles.cos().to(like), angles.sin().to(like))
-
-    def at(self, positions: Tensor) -> "RotaryTable":
-        """Return the rows of these positions, [T, 1, D / 2]."""
-        return RotaryTable(self.cos[positions], self.sin[positions])
-
-    def rotate(self, heads: Tensor) -> Tensor:
-        """Turn heads [T, any, D] by the angles of their tokens."""
-        first, second = heads.chunk(2, dim=-1)
-        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(turned, dim=-1)
 
 
 class Llama:
@@ -79,8 +47,13 @@ class Llama:
         self, layer: LayerWeights, turn: RotaryTable, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [T, H, D] and keys [T, K, D], rotated, and values [T, K, D]."""
-        heads = functional.linear(hidden, layer.qkv).view(len(hidden), -1, self.config.head_size)
+        projected = functional.linear(hidden, layer.qkv, layer.qkv_bias)
+        heads = projected.view(len(hidden), -1, self.config.head_size)
         num_queries, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries = self._norm(heads[:, :num_queries], layer.query_norm)
+            keys = self._norm(heads[:, num_queries:-num_kv_heads], layer.key_norm)
+            heads = torch.cat((queries, keys, heads[:, -num_kv_heads:]), dim=1)
         rotated = turn.rotate(heads[:, : num_queries + num_kv_heads])
         return rotated[:, :num_queries], rotated[:, num_queries:], heads[:, -num_kv_heads:]
 

@@ -18,6 +18,9 @@ class LayerWeights:
 
     Attributes:
         qkv: Query, key and value projections, one below the other: [(H + 2K) * D, hidden].
+        qkv_bias: Added to what `qkv` gives [(H + 2K) * D]; None in models without.
+        query_norm: Scales every query head once it is normalised [D]; None in models without.
+        key_norm: The same for key heads.
         gate_up: Gate and up projections, one below the other: [2 * intermediate, hidden].
     """
 
@@ -27,6 +30,9 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Tensor
     down: Tensor
+    qkv_bias: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,14 @@ def assemble(config: LlamaConfig, source: TensorSource) -> dict[str, Tensor]:
             f"{ours}.gate_up": torch.cat((gate, up)),
             f"{ours}.down": read(f"{mlp}.down_proj.weight", hidden, wide),
         }
+        if config.has_qkv_bias:
+            query_bias = read(f"{attention}.q_proj.bias", config.query_size)
+            key_bias = read(f"{attention}.k_proj.bias", config.kv_size)
+            value_bias = read(f"{attention}.v_proj.bias", config.kv_size)
+            tensors[f"{ours}.qkv_bias"] = torch.cat((query_bias, key_bias, value_bias))
+        if config.has_qk_norm:
+            tensors[f"{ours}.query_norm"] = read(f"{attention}.q_norm.weight", config.head_size)
+            tensors[f"{ours}.key_norm"] = read(f"{attention}.k_norm.weight", config.head_size)
     tensors["final_norm"] = read("model.norm.weight", hidden)
     if not config.has_tied_embeddings:
         tensors["output"] = read("lm_head.weight", config.vocab_size, hidden)
@@ -125,7 +139,11 @@ def from_tensors(config: LlamaConfig, tensors: Mapping[str, Tensor], path: Path)
         embedding=embedding,
         layers=tuple(
             LayerWeights(
-                **{field: tensors[f"layers.{i}.{field}"] for field in LayerWeights.__slots__}
+                **{
+                    field: tensors[name]
+                    for field in LayerWeights.__slots__
+                    if (name := f"layers.{i}.{field}") in shapes
+                }
             )
             for i in range(config.num_layers)
         ),
@@ -145,6 +163,11 @@ def fused_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"layers.{i}.mlp_norm", (hidden,)
         yield f"layers.{i}.gate_up", (2 * wide, hidden)
         yield f"layers.{i}.down", (hidden, wide)
+        if config.has_qkv_bias:
+            yield f"layers.{i}.qkv_bias", (config.query_size + 2 * config.kv_size,)
+        if config.has_qk_norm:
+            yield f"layers.{i}.query_norm", (config.head_size,)
+            yield f"layers.{i}.key_norm", (config.head_size,)
     yield "final_norm", (hidden,)
     if not config.has_tied_embeddings:
         yield "output", (config.vocab_size, hidden)

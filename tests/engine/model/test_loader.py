@@ -30,7 +30,8 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 def flat(weights: LlamaWeights) -> list[Tensor]:
     layers = [getattr(layer, name) for layer in weights.layers for name in layer.__slots__]
-    return [weights.embedding, *layers, weights.final_norm, weights.output]
+    every = [weights.embedding, *layers, weights.final_norm, weights.output]
+    return [tensor for tensor in every if tensor is not None]
 
 
 @pytest.fixture
