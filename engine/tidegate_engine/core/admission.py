@@ -12,6 +12,7 @@ from tidegate_engine.core.candidates import MAX_BACKFILL, Candidates
 from tidegate_engine.core.decisions import Decision, Reason, Verdict
 from tidegate_engine.core.kv_gate import FINAL, OPEN
 from tidegate_engine.core.limits import EngineLimits
+from tidegate_engine.core.plan import CachedPrompt
 from tidegate_engine.core.preemptor import Preemptor, Wish
 from tidegate_engine.core.queues import TierQueue
 from tidegate_engine.core.sequence import Sequence
@@ -25,6 +26,7 @@ class Admission:
 
     Attributes:
         admitted: Requests let in with this step, in order.
+        cached: Of those let in for the first time, what was found of their prompts.
         hopeless: Requests for which the policy in force leaves no room any more.
         wake_at: When a held tier is to be looked at again; None = none is held.
     """
@@ -32,6 +34,7 @@ class Admission:
     def __init__(self, books: Books, preemptor: Preemptor) -> None:
         """Work on the scheduler's own state."""
         self.admitted: list[str] = []
+        self.cached: list[CachedPrompt] = []
         self.hopeless: dict[Sequence, None] = {}
         self.wake_at: float | None = None
         self._memory = books.memory
@@ -55,6 +58,7 @@ class Admission:
     def begin_step(self, decisions: list[Decision], now: float) -> None:
         """Begin to decide for a step; decisions are appended."""
         self.admitted = []
+        self.cached = []
         self.hopeless = {}
         self.wake_at = None
         self._floor_heads = []
@@ -331,6 +335,8 @@ class Admission:
             tenant.preempted -= 1
         found = self._memory.begin(seq)
         prompt_found = min(found, len(seq.request.prompt_ids))
+        if prompt_found and not is_resumed:
+            self.cached.append(CachedPrompt(seq.request_id, prompt_found))
         tenant.totals.cached_tokens += max(0, prompt_found - seq.charged_tokens)
         seq.charged_tokens = max(seq.charged_tokens, prompt_found)
         self._running.add(seq)

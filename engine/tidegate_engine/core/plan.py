@@ -62,6 +62,13 @@ class Expiry(NamedTuple):
     cause: ExpiryCause
 
 
+class CachedPrompt(NamedTuple):
+    """Tokens at the start of a request's prompt that were found in the prefix cache."""
+
+    request_id: str
+    num_tokens: int
+
+
 class BlockCopy(NamedTuple):
     """A KV block to copy on the device before the rows are computed: a copy on write."""
 
@@ -103,12 +110,15 @@ class StepPlan:
         num_open_fences: Swaps that are in flight once this plan has begun, its own included. A plan
             without rows is executed all the same while there are any, and then waits for one.
         admitted: Requests that joined the batch with this plan, resumed ones included.
+        cached: Of those that were admitted for the first time, what needs no computing; requests of
+            which nothing was found are left out.
         preempted: Requests that were taken out of the batch before this step.
         ended: Requests that ended while planning, with the tokens they had: they can never get
             the KV block for another one.
         expired: Requests that were dropped while planning, since they waited or ran for too long.
         stopped: Requests that were dropped because their tenant's policy cancels them.
         decisions: Why requests were admitted, held, preempted or dropped.
+        watermark: State of the watermark gate, by its name; empty where there is none.
         wake_at: When to plan anew, even though nothing has arrived and nothing runs; None = only
             events can change the plan.
     """
@@ -121,11 +131,13 @@ class StepPlan:
     swap_in: tuple[SwapCopy, ...] = ()
     num_open_fences: int = 0
     admitted: tuple[str, ...] = ()
+    cached: tuple[CachedPrompt, ...] = ()
     preempted: tuple[str, ...] = ()
     ended: tuple[str, ...] = ()
     expired: tuple[Expiry, ...] = ()
     stopped: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
+    watermark: str = ""
     wake_at: float | None = None
 
     @property

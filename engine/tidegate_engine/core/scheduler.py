@@ -382,8 +382,8 @@ class Scheduler:
             self._features = features_of(self._running, shares)
         self._has_open_plan = bool(rows) or bool(self._memory.flights)
         decisions, self._decisions = tuple(self._decisions), []
+        watermark = self._memory.gate.state.value
         if decisions:
-            watermark = self._memory.gate.state.value
             record = DecisionRecord(self._step, self._revision, now, watermark, decisions)
             self.decision_log.add(record)
         return StepPlan(
@@ -395,11 +395,13 @@ class Scheduler:
             swap_in=tuple(self._memory.swap_in),
             num_open_fences=len(self._memory.flights),
             admitted=tuple(self._admission.admitted),
+            cached=tuple(self._admission.cached),
             preempted=tuple(seq.request_id for seq in self._preemptor.preempted),
             ended=tuple(self._ended),
             expired=expired,
             stopped=tuple(self._stopped),
             decisions=decisions,
+            watermark=watermark,
             wake_at=self._wake_at(now),
         )
 
