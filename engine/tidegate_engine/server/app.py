@@ -109,7 +109,7 @@ def _add_requests(app: FastAPI, service: Service) -> None:
 
     @app.delete("/v1/requests/{request_id}")
     async def cancel(request_id: str, caller: Annotated[Caller, Depends(identify)]) -> Response:
-        if not service.generations.cancel(request_id, tenant=caller.tenant):
+        if not await service.generations.cancel(request_id, tenant=caller.tenant):
             raise ApiError(
                 404,
                 "request_not_found",
@@ -203,7 +203,7 @@ async def _begin(
         arrived_at=caller.arrived_at,
         max_unread_events=service.max_unread_events,
     )
-    await service.generations.begin(generation, intake.requests)
+    service.generations.begin(generation, intake.requests)
     tokenizer = service.model.tokenizer
     return Answer(
         generation=generation,

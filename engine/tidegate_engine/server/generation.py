@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tidegate_engine.core.request import TokenOutput
@@ -10,6 +11,9 @@ from tidegate_engine.server.errors import ApiError
 
 MAX_UNREAD_EVENTS = 4096
 """Tokens of one generation that its client may leave unread; then it is cancelled."""
+
+_OUTPUTS_AT_ONCE = 256
+"""Most outputs that are rendered together: a stalled reader's many would hold up everybody else."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,9 +40,10 @@ class Generation:
         tenant: Whose it is.
         arrived_at: Clock when the HTTP request came.
         live: The choices that haven't ended, by index.
-        max_unread_events: Most outputs in the buffer.
+        num_unanswered: Choices of which the engine hasn't said yet whether it takes them.
+        max_unread_events: Most tokens in the buffer; each alternative that comes with a token
+            counts as one more.
         error: Why the generation was ended early; None while it wasn't.
-        overflowed: Set when the client has left too much unread.
     """
 
     def __init__(
@@ -53,41 +58,76 @@ class Generation:
         self.tenant = tenant
         self.arrived_at = arrived_at
         self.live: dict[int, Choice] = {}
+        self.num_unanswered = 0
         self.max_unread_events = max_unread_events
         self.error: ApiError | None = None
-        self.overflowed = asyncio.Event()
         self._unread: deque[tuple[int, TokenOutput]] = deque()
+        self._num_unread_events = 0
+        self._num_holds = 0
         self._woken = asyncio.Event()
 
     @property
     def is_full(self) -> bool:
         """Whether the client has left as much unread as it may."""
-        return len(self._unread) >= self.max_unread_events
+        return self._num_unread_events >= self.max_unread_events
 
     def put(self, index: int, output: TokenOutput) -> None:
         """Add what a step gave to a choice."""
         self._unread.append((index, output))
+        self._num_unread_events += _num_events(output)
+        self._woken.set()
+
+    def answered(self) -> None:
+        """Note that the engine has taken one more choice."""
+        self.num_unanswered -= 1
         self._woken.set()
 
     def fail(self, error: ApiError) -> None:
-        """End early: `outputs` raises `error` behind what is still unread."""
+        """End early: `outputs` raises `error`, and what is still unread is dropped.
+
+        Among that may be a choice's end, and who got an end and an error would not know what holds.
+        """
         self.error = error
+        self._unread.clear()
+        self._num_unread_events = 0
         self._woken.set()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep outputs from the reader for the length of the block."""
+        self._num_holds += 1
+        try:
+            yield
+        finally:
+            self._num_holds -= 1
+            self._woken.set()
 
     async def outputs(self) -> AsyncIterator[list[tuple[int, TokenOutput]]]:
         """Yield (choice, output) pairs as they come, until every choice has ended.
+
+        The first come when the engine has taken all choices: who is refused gets nothing else.
 
         Raises:
             ApiError: The generation was ended early.
         """
         while True:
-            if self._unread:
-                unread, self._unread = list(self._unread), deque()
-                yield unread
-            elif self.error is not None:
+            if self.error is not None:
                 raise self.error
-            elif self.live:
+            is_kept_back = self.num_unanswered > 0 or self._num_holds > 0
+            if self._unread and not is_kept_back:
+                yield self._take_unread()
+            elif self.live or is_kept_back:
                 self._woken.clear()
                 await self._woken.wait()
             else:
                 return
+
+    def _take_unread(self) -> list[tuple[int, TokenOutput]]:
+        count = min(len(self._unread), _OUTPUTS_AT_ONCE)
+        taken = [self._unread.popleft() for _ in range(count)]
+        self._num_unread_events -= sum(_num_events(output) for _, output in taken)
+        return taken
+
+
+def _num_events(output: TokenOutput) -> int:
+    return 1 if output.token is None else 1 + len(output.token.top_logprobs)

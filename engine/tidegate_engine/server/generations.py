@@ -6,9 +6,10 @@ All of this lives in the event loop; the engine's thread only knows the requests
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from tidegate_engine.core.plan import ExpiryCause
-from tidegate_engine.core.request import Request, TokenOutput
+from tidegate_engine.core.request import Rejection, Request, TokenOutput
 from tidegate_engine.events import CancelCause, StepReport
 from tidegate_engine.loop import EngineLoop, EngineStoppedError
 from tidegate_engine.metrics import EngineMetrics
@@ -59,32 +60,31 @@ class Generations:
         """Ids of the generations that haven't ended."""
         return tuple(self._by_id)
 
-    async def begin(self, generation: Generation, requests: Sequence[Request]) -> None:
+    def begin(self, generation: Generation, requests: Sequence[Request]) -> None:
         """Submit all choices of a generation; from here on its outputs come.
 
+        Should the engine refuse one of them, none is left in it and the reader gets the refusal.
+
         Raises:
-            ApiError: One of the choices was refused; none is left in the engine.
+            EngineDrainingError: No new work is taken.
         """
         if self._is_draining:
             raise EngineDrainingError
         self._by_id[generation.generation_id] = generation
         self._idle.clear()
+        generation.num_unanswered = len(requests)
+        event_loop = asyncio.get_running_loop()
         for index, request in enumerate(requests):
             choice = Choice(index, request.request_id, generation)
             # Known before it is submitted: its first token may come before our answer does.
             self._by_request[request.request_id] = generation.live[index] = choice
-        answers = [asyncio.wrap_future(self._engine.submit(request)) for request in requests]
-        try:
-            rejections = [r for r in await asyncio.gather(*answers) if r is not None]
-        except EngineStoppedError as error:
-            self.end(generation, cause=CancelCause.ENGINE_FAILED)
-            raise EngineFailedError(f"{error}") from error
-        except asyncio.CancelledError:
-            self.end(generation, cause=CancelCause.DISCONNECT)
-            raise
-        if rejections:
-            self.end(generation, cause=CancelCause.SIBLING_REFUSED)
-            raise from_rejection(rejections[0])
+        for request in requests:
+            self._engine.submit(request).add_done_callback(
+                # In the engine's thread, and so in order with what its steps tell.
+                lambda answer: event_loop.call_soon_threadsafe(
+                    self._take_answer, generation, answer
+                )
+            )
 
     def finish_choice(self, generation: Generation, index: int) -> None:
         """End a choice whose text is complete: it contains a stop string."""
@@ -102,16 +102,27 @@ class Generations:
         if not self._by_id:
             self._idle.set()
 
-    def cancel(self, generation_id: str, *, tenant: str) -> bool:
-        """Cancel a generation of `tenant` by its id.
+    async def cancel(self, generation_id: str, *, tenant: str) -> bool:
+        """Cancel a generation of `tenant` by its id; it has left the engine on return.
 
         Returns:
-            Whether there was one; another tenant's is like none.
+            Whether there was one that hadn't ended; another tenant's is like none.
         """
         generation = self._by_id.get(generation_id)
         if generation is None or generation.tenant != tenant:
             return False
-        self._abort(generation, RequestCancelledError(), CancelCause.DELETE)
+        # Until the engine has said whether it came in time, the reader gets no end.
+        with generation.held():
+            answers = await asyncio.gather(
+                *(
+                    asyncio.wrap_future(self._engine.cancel(choice.request_id, CancelCause.DELETE))
+                    for choice in generation.live.values()
+                ),
+                return_exceptions=True,
+            )
+            if True not in answers:
+                return False
+            self._abort(generation, RequestCancelledError(), CancelCause.DELETE)
         return True
 
     def begin_drain(self) -> None:
@@ -119,7 +130,11 @@ class Generations:
         self._is_draining = True
 
     async def drain(self, grace_seconds: float) -> None:
-        """Refuse new work and wait until what runs has ended; after the grace, end it."""
+        """Refuse new work and wait until what runs has ended and was read.
+
+        After the grace what still runs is ended; who has yet to read an answer that is complete
+        may go on with that.
+        """
         self.begin_drain()
         try:
             async with asyncio.timeout(grace_seconds):
@@ -152,18 +167,28 @@ class Generations:
             error = EngineFailedError("The engine has stopped.")
             self._abort(generation, error, CancelCause.ENGINE_FAILED)
 
+    def _take_answer(self, generation: Generation, answer: "Future[Rejection | None]") -> None:
+        try:
+            rejection = answer.result()
+        except EngineStoppedError as error:
+            failure = EngineFailedError(f"{error}")
+            self._abort(generation, failure, CancelCause.ENGINE_FAILED)
+        else:
+            if rejection is not None:
+                self._abort(generation, from_rejection(rejection), CancelCause.SIBLING_REFUSED)
+        generation.answered()
+
     def _take(self, choice: Choice, output: TokenOutput, now: float) -> None:
         generation = choice.generation
         if output.token is not None:
             self._note_token(choice, now)
         if output.finish_reason is not None:
             self._close(choice, ended_at=now)
-        if generation.is_full:
+        if generation.is_full and generation.live:
             error = SlowReaderError(generation.max_unread_events)
             self._abort(generation, error, CancelCause.SLOW_READER)
-            generation.overflowed.set()
-            return
-        generation.put(choice.index, output)
+        else:
+            generation.put(choice.index, output)
 
     def _abort_of(self, request_id: str, error: ApiError, cause: CancelCause) -> None:
         """Stop the whole generation of a request that the engine has dropped."""
@@ -171,8 +196,8 @@ class Generations:
             self._abort(choice.generation, error, cause)
 
     def _abort(self, generation: Generation, error: ApiError, cause: CancelCause) -> None:
-        """Stop a generation in the engine; who reads it gets `error` and then calls `end`."""
-        if generation.error is not None:
+        """Stop a generation that still runs; who reads it gets `error` and then calls `end`."""
+        if not generation.live:
             return
         for choice in list(generation.live.values()):
             self._engine.cancel(choice.request_id, cause)

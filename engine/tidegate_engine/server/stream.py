@@ -129,25 +129,19 @@ class EventStream(Response):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        """Send until the answer is complete, the client hangs up, or it reads too slowly.
+        """Send until the answer is complete or the client hangs up.
 
         Raises:
             ApiError: The generation was ended early, and nothing was sent.
         """
-        answer = self._answer
-        sending = asyncio.ensure_future(self._send_all(send))
-        watching = asyncio.ensure_future(_disconnect(receive))
-        overflowing = asyncio.ensure_future(answer.generation.overflowed.wait())
-        enders: set[asyncio.Future[Any]] = {sending, overflowing}
-        if answer.cancel_on_disconnect:
-            enders.add(watching)
         try:
-            await asyncio.wait(enders, return_when=asyncio.FIRST_COMPLETED)
+            await unless_disconnected(
+                self._send_all(send),
+                receive=receive,
+                cancel_on_disconnect=self._answer.cancel_on_disconnect,
+            )
         finally:
-            await _cancel(sending, watching, overflowing)
-            answer.release()
-        if not sending.cancelled():
-            sending.result()
+            self._answer.release()
 
     async def _send_all(self, send: Send) -> None:
         """Send the events. The head waits for the first: until then, the status can tell an error.
