@@ -29,7 +29,7 @@ class Accounts:
         decodes: Ordered[Sequence],
         tokens: Mapping[str, SampledToken],
         now: float,
-    ) -> list[TokenOutput]:
+    ) -> tuple[list[TokenOutput], list[Sequence]]:
         """Book what was computed and append what was sampled.
 
         Args:
@@ -39,10 +39,10 @@ class Accounts:
             now: On the scheduler's clock.
 
         Returns:
-            The new tokens, and which requests end with them.
+            The new tokens, and the requests that end with them.
         """
         num_decodes = len(decodes)
-        outputs = _append_all(decodes, tokens)
+        outputs, ended = _append_all(decodes, tokens)
         self._running.context_tokens += len(outputs)
         served = self._served_decodes(decodes, num_rows=len(outputs))
         read: list[Sequence] = []
@@ -53,13 +53,13 @@ class Accounts:
             self._book_prefill(seq, len(row.token_ids), now)
             if row.samples:
                 read.append(seq)
-        outputs += _append_all(read, tokens)
+        first_outputs, ended_at_first = _append_all(read, tokens)
         for seq in read:
             served[seq.tenant] = served.get(seq.tenant, 0) + 1
             self._memory.register(seq)
             self._running.end_prefill(seq)
         self._charge_output(served, now)
-        return outputs
+        return outputs + first_outputs, ended + ended_at_first
 
     def _served_decodes(self, decodes: Ordered[Sequence], *, num_rows: int) -> dict[Tenant, int]:
         """Return how many decodes of each tenant the step has served."""
@@ -109,12 +109,13 @@ class Accounts:
 
 def _append_all(
     sequences: Iterable[Sequence], tokens: Mapping[str, SampledToken]
-) -> list[TokenOutput]:
+) -> tuple[list[TokenOutput], list[Sequence]]:
     """Append what was sampled for these requests, and tell which of them end with it.
 
     Whoever has ended while the step was computed gets nothing.
     """
     outputs: list[TokenOutput] = []
+    ended: list[Sequence] = []
     running = Phase.RUNNING
     new_output = tuple.__new__  # what TokenOutput() calls, at half its time
     for seq in sequences:
@@ -129,9 +130,11 @@ def _append_all(
         seq.token_ids.append(token_id)
         if token_id in seq.stop_token_ids:
             reason = FinishReason.STOP
+            ended.append(seq)
         elif length >= seq.max_tokens:
             reason = FinishReason.LENGTH
+            ended.append(seq)
         else:
             reason = None
         outputs.append(new_output(TokenOutput, (request_id, token, reason)))
-    return outputs
+    return outputs, ended

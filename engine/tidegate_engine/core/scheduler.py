@@ -259,15 +259,14 @@ class Scheduler:
         self._has_open_plan = False
         if plan.rows:
             self._step_times.observe(self._features, now - self._planned_at)
-        outputs = self._accounts.commit_rows(plan, self._decodes, tokens, now)
-        for output in outputs:
-            if output[2] is not None:
-                self._complete(self._live[output.request_id])
+        outputs, ended = self._accounts.commit_rows(plan, self._decodes, tokens, now)
+        for seq in ended:
+            self._complete(seq)
         self._memory.end_step()
         for fence in result.passed_fences:
-            seq = self._memory.pass_fence(fence, now)
-            if seq in self._running.arriving:  # back on the device: it joins the next step
-                self._joining.append(seq)
+            moved = self._memory.pass_fence(fence, now)
+            if moved in self._running.arriving:  # back on the device: it joins the next step
+                self._joining.append(moved)
         return tuple(outputs)
 
     def abandon_step(self, plan: StepPlan, now: float) -> tuple[str, ...]:
@@ -433,7 +432,8 @@ class Scheduler:
 
     def _end(self, seq: Sequence) -> None:
         tenant = seq.tenant
-        if seq.phase is Phase.RUNNING:
+        was_running = seq.phase is Phase.RUNNING
+        if was_running:
             self._running.remove(seq)
         elif seq in tenant.queue:
             self._tenants.dequeue(seq)
@@ -446,7 +446,7 @@ class Scheduler:
             self._gate.is_pressed = False
         seq.phase = Phase.ENDED
         del self._live[seq.request_id]
-        self._tenants.settle(tenant)
+        self._tenants.settle(tenant, was_running=was_running)
 
     def _note(self, seq: Sequence, verdict: Verdict, reason: Reason) -> None:
         self._decisions.append(Decision(seq.request_id, seq.tenant.name, verdict, reason))

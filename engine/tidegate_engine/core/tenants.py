@@ -237,9 +237,11 @@ class TenantTable:
             self.counters.readmit(tenant.name, tenant.group)
         self.relist(tenant)
 
-    def settle(self, tenant: Tenant) -> None:
+    def settle(self, tenant: Tenant, *, was_running: bool) -> None:
         """Note that a request of `tenant` has ended."""
-        self.reconsider(tenant)
+        # One that only waited changes nothing but for a tenant that waits for its own requests.
+        if was_running or tenant.is_parked:
+            self.reconsider(tenant)
         if tenant.is_active:
             return
         self.counters.leave(tenant.name, tenant.group)
