@@ -3,10 +3,11 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tidegate_engine.core.costs import ExecutorCosts
-from tidegate_engine.core.plan import Expiry
+from tidegate_engine.core.decisions import Decision
+from tidegate_engine.core.plan import CachedPrompt, Expiry
 from tidegate_engine.core.request import SchedulerStats, TokenOutput
 
 
@@ -54,18 +55,37 @@ class EngineStats:
     step_costs: ExecutorCosts
 
 
+class Refused(NamedTuple):
+    """A request that the scheduler did not queue.
+
+    Attributes:
+        reason: Code of the rejection.
+        at: Clock when it came.
+    """
+
+    request_id: str
+    tenant: str
+    reason: str
+    at: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """What one step did, for those who wait and for the metrics.
 
     Attributes:
+        revision: The policy it was planned under; 0 = none yet.
+        watermark: State of the watermark gate, by its name.
         planned_at: Clock when planning began.
         committed_at: Clock when the tokens were there.
         step_seconds: Spent executing.
         scheduler_seconds: Spent planning and committing.
         batch_size: Rows in the forward pass; 0 = nothing but copies was done, or waited for.
         decode_tokens: Rows that computed a newest output token alone.
+        decisions: Why requests were admitted, held, preempted or dropped.
+        refused: Requests that came since the last report and were not queued.
         admitted: Requests that joined the batch.
+        cached: What the prefix cache had of the prompts of requests that were admitted anew.
         expired: Requests that were dropped before this step, since they waited or ran too long.
         stopped: Requests that were dropped before this step, since their tenant was stopped.
         failed: Requests that were dropped because the step did not complete.
@@ -73,6 +93,8 @@ class StepReport:
     """
 
     step: int
+    revision: int
+    watermark: str
     planned_at: float
     committed_at: float
     step_seconds: float = 0.0
@@ -80,7 +102,10 @@ class StepReport:
     batch_size: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    decisions: tuple[Decision, ...] = ()
+    refused: tuple[Refused, ...] = ()
     admitted: tuple[str, ...] = ()
+    cached: tuple[CachedPrompt, ...] = ()
     outputs: tuple[TokenOutput, ...] = ()
     expired: tuple[Expiry, ...] = ()
     stopped: tuple[str, ...] = ()
@@ -94,11 +119,13 @@ class PolicyApplied:
 
     Attributes:
         step: The first step that is planned under it.
+        at: Clock when it did.
         seconds: Since it was handed to the loop.
     """
 
     revision: int
     step: int
+    at: float
     seconds: float
 
 
@@ -106,7 +133,7 @@ class EngineListener(Protocol):
     """Hears of what happens in the engine's thread; called in that thread, so it must be brief."""
 
     def step_done(self, report: StepReport) -> None:
-        """A step ended, or requests ended without one."""
+        """A step ended, or something was decided without one."""
         ...
 
     def policy_applied(self, applied: PolicyApplied) -> None:

@@ -29,6 +29,7 @@ from tidegate_engine.events import (
     EngineListener,
     EngineStats,
     PolicyApplied,
+    Refused,
     StepReport,
 )
 from tidegate_engine.executor.base import Executor, ExecutorError
@@ -108,6 +109,7 @@ class EngineLoop:
         self._live: dict[str, _Live] = {}
         self._cancelled: Counter[CancelKey] = Counter()
         self._tokens_after_cancel = 0
+        self._refused: list[Refused] = []
         self._revision = scheduler.revision
         self._policy_handed_at: dict[int, float] = {}
         self._last_stats = self._count()
@@ -198,8 +200,10 @@ class EngineLoop:
         if plan.is_executable:
             self._execute(plan, began, planned)
             return began
-        if plan.ended or plan.expired or plan.stopped:
-            self._tell(_report(plan, began, planned))
+        has_drops = bool(plan.ended or plan.expired or plan.stopped)
+        if has_drops or plan.decisions or self._refused:
+            self._tell(self._report(plan, began, planned))
+        if has_drops:
             return began  # what they leave behind may be what others wait for
         return math.inf if plan.wake_at is None else plan.wake_at
 
@@ -222,7 +226,7 @@ class EngineLoop:
         outputs = self._scheduler.commit_step(plan, result, times.executed)
         committed = self._clock()
         decodes = sum(1 for row in plan.rows if row.is_decode)
-        report = _report(plan, times.began, committed)
+        report = self._report(plan, times.began, committed)
         self._tell(
             replace(
                 report,
@@ -247,7 +251,25 @@ class EngineLoop:
             raise error
         for request_id in failed:
             self._book_drop(request_id, CancelCause.ENGINE_FAILED)
-        self._tell(replace(_report(plan, began, now), failed=failed, failure=str(error)))
+        self._tell(replace(self._report(plan, began, now), failed=failed, failure=str(error)))
+
+    def _report(self, plan: StepPlan, began: float, committed: float) -> StepReport:
+        """Tell what planning alone has done."""
+        refused, self._refused = tuple(self._refused), []
+        return StepReport(
+            step=plan.step,
+            revision=plan.revision,
+            watermark=plan.watermark,
+            planned_at=began,
+            committed_at=committed,
+            decisions=plan.decisions,
+            admitted=plan.admitted,
+            cached=plan.cached,
+            outputs=tuple(TokenOutput(i, None, FinishReason.LENGTH) for i in plan.ended),
+            refused=refused,
+            expired=plan.expired,
+            stopped=plan.stopped,
+        )
 
     def _tell(self, report: StepReport) -> None:
         for output in report.outputs:
@@ -265,7 +287,7 @@ class EngineLoop:
         # Without rows the number is that of the last step: the next one is the first under it.
         step = plan.step if plan.rows else plan.step + 1
         self._listener.policy_applied(
-            PolicyApplied(revision=plan.revision, step=step, seconds=now - handed_at)
+            PolicyApplied(revision=plan.revision, step=step, at=now, seconds=now - handed_at)
         )
 
     def _note_drops(self, plan: StepPlan) -> None:
@@ -306,9 +328,13 @@ class EngineLoop:
         self._is_stopping = True
 
     def _submit(self, request: Request) -> Rejection | None:
-        rejection = self._scheduler.submit(request, self._clock())
+        now = self._clock()
+        rejection = self._scheduler.submit(request, now)
         if rejection is None:
             self._live[request.request_id] = _Live(tenant=request.tenant)
+        else:
+            code = rejection.code.value
+            self._refused.append(Refused(request.request_id, request.tenant, code, now))
         return rejection
 
     def _cancel(self, request_id: str, cause: CancelCause) -> bool:
@@ -346,16 +372,3 @@ class EngineLoop:
             step_costs=self._scheduler.step_costs,
         )
         return self._last_stats
-
-
-def _report(plan: StepPlan, began: float, committed: float) -> StepReport:
-    """Tell what planning alone has done."""
-    return StepReport(
-        step=plan.step,
-        planned_at=began,
-        committed_at=committed,
-        admitted=plan.admitted,
-        outputs=tuple(TokenOutput(i, None, FinishReason.LENGTH) for i in plan.ended),
-        expired=plan.expired,
-        stopped=plan.stopped,
-    )

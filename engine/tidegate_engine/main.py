@@ -8,12 +8,14 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 from prometheus_client import disable_created_metrics
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -28,6 +30,7 @@ from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.parts import Parts, load_parts
 from tidegate_engine.policy_source import PolicySource, ed25519_verifier
 from tidegate_engine.reports import Reporter
+from tidegate_engine.server.admin import create_admin_app
 from tidegate_engine.server.app import create_app
 from tidegate_engine.server.service import Service, assemble
 from tidegate_engine.settings import Settings, SettingsError
@@ -44,6 +47,18 @@ _BACKLOG = 2048
 _log = logging.getLogger("tidegate_engine")
 
 
+@dataclass(frozen=True, slots=True)
+class AdminDoor:
+    """Where the admin API answers, and to whom.
+
+    Attributes:
+        token: What its callers present.
+    """
+
+    listener: socket.socket
+    token: str
+
+
 def main() -> int:
     """Run an engine from the environment until SIGTERM.
 
@@ -52,6 +67,7 @@ def main() -> int:
     """
     try:
         settings = Settings.from_environment()
+        admin_token = settings.read_admin_token()
     except SettingsError as error:
         print(error, file=sys.stderr)  # noqa: T201 (there is no log yet)
         return EXIT_BAD_SETTINGS
@@ -60,24 +76,42 @@ def main() -> int:
     )
     # They would add a third to the series of every tenant.
     disable_created_metrics()  # type: ignore[no-untyped-call]
-    try:
-        parts = load_parts(settings, created=int(time.time()))
-        # Bound before anything else runs: a port in use ends the start, not the run.
-        listener = _listen(settings)
-    except (ModelLoadError, OSError) as error:
-        _log.error("the engine can't start: %s", error)
-        return EXIT_FAILED
-    with listener:
-        return uvloop.run(run_engine(settings, parts, listener))
+    with contextlib.ExitStack() as listeners:
+        try:
+            # Bound before anything else runs: a port in use ends the start, not the run.
+            listener = listeners.enter_context(_listen(settings.host, settings.port))
+            admin = None
+            if admin_token is not None:
+                at_admin_port = _listen(settings.host, settings.admin_port)
+                admin = AdminDoor(listeners.enter_context(at_admin_port), admin_token)
+        except OSError as error:
+            _log.error("the engine can't start: %s", error)
+            return EXIT_FAILED
+        return uvloop.run(run_engine(settings, listener, admin=admin))
 
 
-async def run_engine(settings: Settings, parts: Parts, listener: socket.socket) -> int:
-    """Serve on `listener` until SIGTERM or SIGINT.
+async def run_engine(
+    settings: Settings, listener: socket.socket, *, admin: AdminDoor | None
+) -> int:
+    """Answer on `listener` at once, load the model, and serve it until SIGTERM or SIGINT.
+
+    Args:
+        settings: Of this engine.
+        listener: Of the API.
+        admin: Of the admin API, which answers once the model is loaded; None = there is none.
 
     Returns:
         The exit code.
     """
-    costs = parts.executor.measure()
+    began = time.monotonic()
+    asked_to_stop = asyncio.create_task(_stop_signal().wait())
+    door = FrontDoor(time.monotonic)
+    http = _http_server(door)
+    serving = asyncio.create_task(http.serve([listener]))
+    loading = asyncio.wrap_future(_load_beside(settings))
+    await asyncio.wait({loading, serving, asked_to_stop}, return_when=FIRST_COMPLETED)
+    if not loading.done():
+XXX
     service = assemble(
         pool=settings.pool,
         scheduler=_scheduler(settings, parts, costs),
@@ -88,12 +122,15 @@ async def run_engine(settings: Settings, parts: Parts, listener: socket.socket) 
         max_waiting=settings.max_waiting,
     )
     redis = _redis(settings)
-    http = _http_server(service)
+    servers = _http_servers(service, admin)
+    listeners = (listener,) if admin is None else (listener, admin.listener)
     service.engine.start()
     _log_start(settings, parts, listener)
+    if admin is not None:
+        _log.info("admin API: http://%s:%d", *admin.listener.getsockname()[:2])
     _log_costs(costs)
     follow, report = _control_tasks(settings, service, redis)
-    serving = asyncio.create_task(http.serve([listener]))
+    serving = asyncio.create_task(_serve_all(servers, listeners))
     asked_to_stop = asyncio.create_task(_stop_signal().wait())
     engine_ended = asyncio.create_task(service.stopped.wait())
     everything = (follow, report, serving, asked_to_stop, engine_ended)
@@ -103,13 +140,13 @@ async def run_engine(settings: Settings, parts: Parts, listener: socket.socket) 
             _log.info("draining, at most %g s", settings.drain_seconds)
             await service.generations.drain(settings.drain_seconds)
     finally:
-        failed = await _stop(service, http, everything)
+        failed = await _stop(service, servers, everything)
         await redis.aclose()
     return EXIT_FAILED if failed else 0
 
 
 async def _stop(
-    service: Service, http: uvicorn.Server, tasks: tuple["asyncio.Task[Any]", ...]
+    service: Service, servers: Sequence[uvicorn.Server], tasks: tuple["asyncio.Task[Any]", ...]
 ) -> bool:
     """Let the last answers out, then end everything.
 
@@ -118,7 +155,8 @@ async def _stop(
     """
     follow, report, serving, asked_to_stop, engine_ended = tasks
     failed = not asked_to_stop.done()
-    http.should_exit = True
+    for server in servers:
+        server.should_exit = True
     await asyncio.wait({serving})
     await asyncio.to_thread(service.engine.stop)
     await cancel_all((follow, report, asked_to_stop, engine_ended))
@@ -130,10 +168,9 @@ async def _stop(
     return failed
 
 
-def _listen(settings: Settings) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    address = (settings.host, settings.port)
-    return socket.create_server(address, family=family, backlog=_BACKLOG)
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
 
 
 def _scheduler(settings: Settings, parts: Parts, costs: ExecutorCosts) -> StepScheduler:
@@ -199,16 +236,29 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _http_server(service: Service) -> uvicorn.Server:
+def _http_servers(service: Service, admin: AdminDoor | None) -> tuple[uvicorn.Server, ...]:
+    """Return the server of the API and, where it has a door, that of the admin API."""
+    api = _http_server(create_app(service))
+    if admin is None:
+        return (api,)
+    return api, _http_server(create_admin_app(service, token=admin.token))
+
+
+def _http_server(app: FastAPI) -> uvicorn.Server:
     return _HttpServer(
         uvicorn.Config(
-            create_app(service),
+            app,
             access_log=False,
             log_config=None,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
             server_header=False,
         )
     )
+
+
+async def _serve_all(servers: Sequence[uvicorn.Server], listeners: Sequence[socket.socket]) -> None:
+    pairs = zip(servers, listeners, strict=True)
+    await asyncio.gather(*(server.serve([listener]) for server, listener in pairs))
 
 
 def _stop_signal() -> asyncio.Event:

@@ -5,6 +5,7 @@ a tenant that is gone disappear. Totals come from the scheduler's own books at t
 scrape, so that they are exact and cost nothing per token.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
@@ -101,7 +102,9 @@ class EngineMetrics:
         return generate_latest(self._registry)
 
     def observe_step(self, report: StepReport) -> None:
-        """Count one step."""
+        """Count one step, and what was refused before it."""
+        for refused in report.refused:
+            self.count_refusal(refused.tenant, refused.reason)
         if not report.batch_size:
             return
         self._step.observe(report.step_seconds)
@@ -116,6 +119,16 @@ class EngineMetrics:
         """Count one policy that took effect."""
         self._apply.observe(applied.seconds)
 
+    def count_refusal(self, tenant: str, reason: str) -> None:
+        """Count a request that was refused.
+
+        Args:
+            tenant: As the identity check found it.
+            reason: Code of the error.
+        """
+        if tenant in self._latencies:
+            self._totals.refused[tenant, reason] += 1
+
     def use_policy(self, policy: PolicyInForce) -> None:
         """Keep series for the tenants of `policy` and `unknown` alone."""
         self._declare((*(rule.tenant for rule in policy.snapshot.tenants), UNKNOWN_TENANT))
@@ -127,6 +140,8 @@ class EngineMetrics:
     def _declare(self, tenants: tuple[str, ...]) -> None:
         self._totals.tenants = tenants
         kept = set(tenants)
+        for tenant, reason in [key for key in self._totals.refused if key[0] not in kept]:
+            del self._totals.refused[tenant, reason]
         for tenant in [t for t in self._latencies if t not in kept]:
             for histogram in self._per_tenant:
                 histogram.remove(self._pool, tenant)
@@ -150,6 +165,7 @@ class _Totals(Collector):
         self._pool = pool
         self.stats: EngineStats | None = None
         self.tenants: tuple[str, ...] = ()
+        self.refused: Counter[tuple[str, str]] = Counter()
         self.step_seconds = 0.0
         self.scheduler_seconds = 0.0
 
@@ -253,6 +269,12 @@ class _Totals(Collector):
                 labels = (self._pool, key.tenant, key.cause.value, key.state)
                 cancelled.add_metric(labels, count)
         yield cancelled
+        shed = CounterMetricFamily(
+            "tidegate_shed", "Requests refused at arrival", labels=("pool", "tenant", "reason")
+        )
+        for (name, reason), count in self.refused.items():
+            shed.add_metric((self._pool, name, reason), count)
+        yield shed
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(f"tidegate_{name}", text, labels=("pool",))

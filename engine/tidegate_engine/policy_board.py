@@ -18,12 +18,14 @@ class PolicyInForce:
     Attributes:
         digest: SHA-256 (hex) of the snapshot's text.
         step: The first step that was planned under it.
+        at: The engine's clock when it took effect.
     """
 
     snapshot: PolicySnapshot
     revision: int
     digest: str
     step: int
+    at: float
 
 
 class PolicyBoard:
@@ -79,7 +81,11 @@ class PolicyBoard:
         # Older ones were overtaken before they took effect.
         self._offered = {r: o for r, o in self._offered.items() if r > applied.revision}
         self._in_force = PolicyInForce(
-            snapshot=snapshot, revision=applied.revision, digest=digest, step=applied.step
+            snapshot=snapshot,
+            revision=applied.revision,
+            digest=digest,
+            step=applied.step,
+            at=applied.at,
         )
         for callback in self.on_change:
             callback(self._in_force)

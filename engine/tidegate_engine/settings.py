@@ -8,13 +8,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tidegate_engine.executor.hardware import GPUS, MODELS
 
 _PREFIX = "TIDEGATE_"
 _KEY_BYTES = 32
+_MIN_TOKEN_CHARS = 16
 
 
 class SettingsError(ValueError):
@@ -56,6 +57,7 @@ def _home(variable: str, default: str) -> Path:
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$")]
 Positive = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
 Key = Annotated[str, AfterValidator(_check_key)]
 
 
@@ -98,6 +100,10 @@ class Settings(BaseSettings):
             wait for a core spin.
         host: Address to listen on.
         port: Port to listen on; 0 = any free one, which the log names.
+        admin_port: Port of the admin API, on the same address; 0 = any free one. Nothing listens
+            there without a token.
+        admin_token: What callers of the admin API present, at least 16 characters.
+        admin_token_file: The same in a file, as a mounted Secret has it; read once, at the start.
         cache_dir: Where converted weights are kept between starts; engines may share it.
         drain_seconds: How long running requests may go on after SIGTERM; shorter than the pod's
             `terminationGracePeriodSeconds`, or they are killed instead of told.
@@ -132,7 +138,10 @@ class Settings(BaseSettings):
     max_waiting: Positive = 10_000
     threads: Positive = 1
     host: str = "0.0.0.0"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    port: Port = 8000
+    admin_port: Port = 8001
+    admin_token: SecretStr | None = None
+    admin_token_file: Path | None = None
     cache_dir: Path = Field(default_factory=lambda: _home("XDG_CACHE_HOME", ".cache") / "models")
     drain_seconds: Annotated[float, Field(ge=0)] = 20.0
     simulated_gpu: Annotated[str, AfterValidator(_one_of(GPUS, is_optional=True))] = ""
@@ -156,6 +165,26 @@ class Settings(BaseSettings):
             variable = _PREFIX + str(first["loc"][0]).upper()
             raise SettingsError(variable, _problem(first["type"], first["msg"])) from error
 
+    def read_admin_token(self) -> str | None:
+        """Return what callers of the admin API present; None = there is no admin API.
+
+        Raises:
+            SettingsError: It is given twice, can't be read, or is no token.
+        """
+        if self.admin_token_file is None:
+            if self.admin_token is None:
+                return None
+            return _checked_token("ADMIN_TOKEN", self.admin_token.get_secret_value())
+        if self.admin_token is not None:
+            raise SettingsError(
+                f"{_PREFIX}ADMIN_TOKEN_FILE", f"contradicts {_PREFIX}ADMIN_TOKEN: give one of them"
+            )
+        try:
+            text = self.admin_token_file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{_PREFIX}ADMIN_TOKEN_FILE", f"can't be read: {error}") from error
+        return _checked_token("ADMIN_TOKEN_FILE", text)
+
     @property
     def model_source(self) -> str:
         """What to load; empty = nothing, as simulated engines may."""
@@ -171,6 +200,16 @@ class Settings(BaseSettings):
         """Where the last good policy is kept."""
         own = _home("XDG_STATE_HOME", ".local/state") / self.pod_name
         return (self.state_dir or own) / f"{self.pool.replace('/', '.')}.policy.json"
+
+
+def _checked_token(name: str, text: str) -> str:
+    token = text.strip()
+    if len(token) < _MIN_TOKEN_CHARS or not (token.isascii() and token.isprintable()):
+        raise SettingsError(
+            f"{_PREFIX}{name}",
+            f"must be at least {_MIN_TOKEN_CHARS} printable ASCII characters",
+        )
+    return token
 
 
 def _problem(kind: str, message: str) -> str:

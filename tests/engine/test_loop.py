@@ -73,7 +73,8 @@ def test_commands_given_during_a_step_are_carried_out_at_its_end() -> None:
         assert not cancelled.done()
         gate.open()
         assert cancelled.result()
-        assert len(recorder.reports) == steps + 1
+        computed = [report for report in recorder.reports[steps:] if report.batch_size]
+        assert len(computed) == 1
 
 
 def test_a_policy_in_force_is_told_with_its_first_step() -> None:

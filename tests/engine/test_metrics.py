@@ -210,11 +210,11 @@ def test_tenants_have_few_buckets() -> None:
 def test_a_tenant_that_is_gone_is_not_observed() -> None:
     metrics = EngineMetrics(POOL)
     policy = a_snapshot(a_keyed_tenant("acme"))
-    in_force = PolicyInForce(snapshot=policy, revision=1, digest="", step=1)
+    in_force = PolicyInForce(snapshot=policy, revision=1, digest="", step=1, at=0.0)
     metrics.use_policy(in_force)
     assert metrics.latencies("acme") is not None
     other = a_snapshot(a_keyed_tenant("zeta"))
-    metrics.use_policy(PolicyInForce(snapshot=other, revision=2, digest="", step=1))
+    metrics.use_policy(PolicyInForce(snapshot=other, revision=2, digest="", step=1, at=0.0))
     assert metrics.latencies("acme") is None
     metrics.use_policy(in_force)
     assert metrics.latencies("acme") is not None

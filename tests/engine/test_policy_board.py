@@ -6,7 +6,7 @@ FIRST, SECOND = a_snapshot(), a_snapshot(a_tenant("zeta"))
 
 
 def applied(revision: int, *, step: int = 1) -> PolicyApplied:
-    return PolicyApplied(revision=revision, step=step, seconds=0.0)
+    return PolicyApplied(revision=revision, step=step, at=0.0, seconds=0.0)
 
 
 def in_force(board: PolicyBoard) -> PolicyInForce | None:

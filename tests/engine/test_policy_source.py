@@ -51,7 +51,7 @@ async def a_follower(publisher: Publisher, folder: Path) -> AsyncIterator[Follow
     event_loop = asyncio.get_running_loop()
 
     def hand_over(_: PolicySnapshot, revision: int) -> None:
-        applied = PolicyApplied(revision=revision, step=1, seconds=0.0)
+        applied = PolicyApplied(revision=revision, step=1, at=0.0, seconds=0.0)
         event_loop.call_soon(board.applied, applied)
 
     board = PolicyBoard(hand_over)

@@ -99,7 +99,9 @@ def test_a_newcomer_waits_for_one_chunk_where_prompts_are_all_that_takes_time(pr
 def requests_by_keys(policy: PolicySnapshot, keys: list[str]) -> list[Request]:
     """Build 60 requests that come with these API keys in turns."""
     identities = Identities()
-    identities.use_policy(PolicyInForce(snapshot=policy, revision=1, digest=policy.digest, step=1))
+    identities.use_policy(
+        PolicyInForce(snapshot=policy, revision=1, digest=policy.digest, step=1, at=0.0)
+    )
     requests = []
     for number, size in enumerate(drawn_sizes(60, seed="keys")):
         tenant = identities.tenant_of(f"Bearer {keys[number % len(keys)]}")

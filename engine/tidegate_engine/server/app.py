@@ -1,36 +1,43 @@
 """The OpenAI-compatible HTTP API of one engine."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from tidegate_engine.bridge import engine_stats
+from tidegate_engine.server.answers import (
+    Alive,
+    Cancelled,
+    ChatAnswer,
+    CompletionAnswer,
+    Model,
+    Models,
+    Ready,
+)
+from tidegate_engine.server.body import read_body
 from tidegate_engine.server.caller import Caller
-from tidegate_engine.server.edge import Edge
+from tidegate_engine.server.edge import edged_app
 from tidegate_engine.server.errors import (
     ApiError,
     EngineDrainingError,
     QueueFullError,
     TenantStoppedError,
-    answer_api_error,
-    answer_defect,
-    answer_http_exception,
-    answer_validation_error,
 )
 from tidegate_engine.server.generation import Generation
 from tidegate_engine.server.intake import Intake, take_chat, take_completion
 from tidegate_engine.server.json_response import JsonResponse
+from tidegate_engine.server.openapi import GENERATION, answers, describe_bodies
 from tidegate_engine.server.render import (
     ChatFormat,
     CompletionFormat,
     ResponseFormat,
     ResponseHead,
 )
+from tidegate_engine.server.request_id import is_named
 from tidegate_engine.server.schema import ChatBody, CompletionBody, GenerationBody
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_engine.server.service import Service
@@ -44,16 +51,11 @@ SCRAPE_PATIENCE_SECONDS = 2.0
 
 def create_app(service: Service) -> FastAPI:
     """Build the API over `service`."""
-    # No documentation pages: they would load scripts from elsewhere.
-    app = FastAPI(title="Tidegate engine", docs_url=None, redoc_url=None)
-    app.add_middleware(Edge, clock=service.clock)
-    app.add_exception_handler(ApiError, answer_api_error)
-    app.add_exception_handler(RequestValidationError, answer_validation_error)
-    app.add_exception_handler(HTTPException, answer_http_exception)
-    app.add_exception_handler(Exception, answer_defect)
+    app = edged_app("Tidegate engine", service.clock)
     _add_generation(app, service)
     _add_requests(app, service)
     _add_operations(app, service)
+    describe_bodies(app, {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody})
     return app
 
 
@@ -69,47 +71,60 @@ def _identify(service: Service) -> Callable[[Request], Awaitable[Caller]]:
 def _add_generation(app: FastAPI, service: Service) -> None:
     identify = _identify(service)
 
-    @app.post("/v1/completions")
-    async def complete(
-        body: CompletionBody, request: Request, caller: Annotated[Caller, Depends(identify)]
-    ) -> Response:
-        _check_servable(service, body, caller)
-        intake = await take_completion(body, caller=caller, model=service.model)
-        response_format = CompletionFormat(
-            _head(service, caller),
-            wants_logprobs=body.logprobs is not None,
-            includes_usage=body.includes_usage,
-        )
-        # While a long prompt was encoded, nobody watched the connection.
-        if _ends_with_client(service, caller) and await request.is_disconnected():
-            return Response()
-        answer = await _begin(service, body, caller, intake=intake, response_format=response_format)
+    @app.post("/v1/completions", responses=answers(CompletionAnswer, *GENERATION, streams=True))
+    async def complete(request: Request, caller: Annotated[Caller, Depends(identify)]) -> Response:
+        with _noting_refusals(service, caller):
+            _check_servable(service, caller)
+        body = await read_body(request, CompletionBody)
+        with _noting_refusals(service, caller):
+            _check_model(service.model, body.model)
+            intake = await take_completion(body, caller=caller, model=service.model)
+            answer_format = CompletionFormat(
+                _head(service, caller),
+                wants_logprobs=body.logprobs is not None,
+                includes_usage=body.includes_usage,
+            )
+            answer = await _begin(
+                service,
+                request,
+                body,
+                intake=intake,
+                caller=caller,
+                answer_format=answer_format,
+            )
         return await _respond(answer, request, is_stream=bool(body.stream))
 
-    @app.post("/v1/chat/completions")
-    async def chat(
-        body: ChatBody, request: Request, caller: Annotated[Caller, Depends(identify)]
-    ) -> Response:
-        _check_servable(service, body, caller)
-        intake = await take_chat(body, caller=caller, model=service.model)
-        response_format = ChatFormat(
-            _head(service, caller),
-            wants_logprobs=bool(body.logprobs),
-            includes_usage=body.includes_usage,
-        )
-        # While a long prompt was encoded, nobody watched the connection.
-        if _ends_with_client(service, caller) and await request.is_disconnected():
-            return Response()
-        answer = await _begin(service, body, caller, intake=intake, response_format=response_format)
+    @app.post("/v1/chat/completions", responses=answers(ChatAnswer, *GENERATION, streams=True))
+    async def chat(request: Request, caller: Annotated[Caller, Depends(identify)]) -> Response:
+        with _noting_refusals(service, caller):
+            _check_servable(service, caller)
+        body = await read_body(request, ChatBody)
+        with _noting_refusals(service, caller):
+            _check_model(service.model, body.model)
+            intake = await take_chat(body, caller=caller, model=service.model)
+            answer_format = ChatFormat(
+                _head(service, caller),
+                wants_logprobs=bool(body.logprobs),
+                includes_usage=body.includes_usage,
+            )
+            answer = await _begin(
+                service,
+                request,
+                body,
+                intake=intake,
+                caller=caller,
+                answer_format=answer_format,
+            )
         return await _respond(answer, request, is_stream=bool(body.stream))
 
 
 def _add_requests(app: FastAPI, service: Service) -> None:
     identify = _identify(service)
 
-    @app.delete("/v1/requests/{request_id}")
+    @app.delete("/v1/requests/{request_id}", responses=answers(Cancelled, 400, 401, 404, 503))
     async def cancel(request_id: str, caller: Annotated[Caller, Depends(identify)]) -> Response:
-        if not await service.generations.cancel(request_id, tenant=caller.tenant):
+        named = [i for i in service.generations.running_ids if is_named(i, request_id)]
+        if not any([await service.generations.cancel(i, tenant=caller.tenant) for i in named]):
             raise ApiError(
                 404,
                 "request_not_found",
@@ -118,29 +133,35 @@ def _add_requests(app: FastAPI, service: Service) -> None:
             )
         return JsonResponse({"id": request_id, "object": "request", "cancelled": True})
 
-    @app.get("/v1/models", dependencies=[Depends(identify)])
+    @app.get(
+        "/v1/models", dependencies=[Depends(identify)], responses=answers(Models, 400, 401, 503)
+    )
     async def models() -> Response:
         return JsonResponse({"object": "list", "data": [_model_object(service.model)]})
 
-    @app.get("/v1/models/{name:path}", dependencies=[Depends(identify)])
+    @app.get(
+        "/v1/models/{name:path}",
+        dependencies=[Depends(identify)],
+        responses=answers(Model, 400, 401, 404, 503),
+    )
     async def model(name: str) -> Response:
         _check_model(service.model, name)
         return JsonResponse(_model_object(service.model))
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
-    @app.get("/healthz")
+    @app.get("/healthz", responses={**answers(Alive), 503: {"model": Alive}})
     async def healthz() -> Response:
         is_alive = service.engine.is_alive
         return JsonResponse({"alive": is_alive}, status_code=200 if is_alive else 503)
 
-    @app.get("/readyz")
+    @app.get("/readyz", responses={**answers(Ready), 503: {"model": Ready}})
     async def readyz() -> Response:
         lacking = _what_readiness_lacks(service)
         content = {"ready": not lacking, "lacking": lacking}
         return JsonResponse(content, status_code=503 if lacking else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         stats = await engine_stats(service.engine, patience_seconds=SCRAPE_PATIENCE_SECONDS)
         body = service.metrics.render(stats)
@@ -156,14 +177,23 @@ def _what_readiness_lacks(service: Service) -> Sequence[str]:
     return [name for name, holds in conditions.items() if not holds]
 
 
-def _check_servable(service: Service, body: GenerationBody, caller: Caller) -> None:
-    """Refuse before the prompt is encoded: that is the expensive part.
+@contextmanager
+def _noting_refusals(service: Service, caller: Caller) -> Iterator[None]:
+    """Let an error through, and keep it for those who ask why."""
+    try:
+        yield
+    except ApiError as error:
+        service.note_refusal(caller.request_id, tenant=caller.tenant, reason=error.code)
+        raise
+
+
+def _check_servable(service: Service, caller: Caller) -> None:
+    """Refuse before the body is read and the prompt encoded: that is the expensive part.
 
     The queue is that of the last count, about a second old; a retry is told to come no sooner.
     """
     if service.generations.is_draining:
         raise EngineDrainingError
-    _check_model(service.model, body.model)
     rule = service.identities.rule_of(caller.tenant)
     if rule is not None and rule.stop in {StopPolicy.DRAIN, StopPolicy.CANCEL}:
         raise TenantStoppedError
@@ -191,12 +221,21 @@ def _head(service: Service, caller: Caller) -> ResponseHead:
 
 async def _begin(
     service: Service,
+    request: Request,
     body: GenerationBody,
-    caller: Caller,
     *,
     intake: Intake,
-    response_format: ResponseFormat,
-) -> Answer:
+    caller: Caller,
+    answer_format: ResponseFormat,
+) -> Answer | None:
+    """Hand the requests to the engine; None when the client has hung up before.
+
+    Raises:
+        ApiError: They were refused.
+    """
+    # While a long prompt was encoded, nobody watched the connection.
+    if _ends_with_client(service, caller) and await request.is_disconnected():
+        return None
     generation = Generation(
         caller.request_id,
         tenant=caller.tenant,
@@ -209,10 +248,10 @@ async def _begin(
         generation=generation,
         generations=service.generations,
         texts=tuple(
-            AnswerText(tokenizer, stops=intake.stops, stop_token_ids=request.stop_token_ids)
-            for request in intake.requests
+            AnswerText(tokenizer, stops=intake.stops, stop_token_ids=engine_request.stop_token_ids)
+            for engine_request in intake.requests
         ),
-        format=response_format,
+        format=answer_format,
         prompt_tokens=intake.prompt_tokens,
         includes_usage=body.includes_usage,
         cancel_on_disconnect=_ends_with_client(service, caller),
@@ -225,7 +264,9 @@ def _ends_with_client(service: Service, caller: Caller) -> bool:
     return rule is None or rule.cancel_on_disconnect
 
 
-async def _respond(answer: Answer, request: Request, *, is_stream: bool) -> Response:
+async def _respond(answer: Answer | None, request: Request, *, is_stream: bool) -> Response:
+    if answer is None:
+        return Response()  # which nobody reads
     if is_stream:
         return EventStream(answer)
     try:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
 
-from tidegate_engine.server.errors import ApiError
+from tidegate_engine.server.errors import InvalidHeaderError
+from tidegate_engine.server.request_id import MAX_NAME_CHARS, REQUEST_ID_HEADER, is_name
 
 TTFT_HEADER = "x-slo-ttft-ms"
 MAX_TTFT_MS = 24 * 60 * 60 * 1000
@@ -33,8 +34,12 @@ class Caller:
         """Read the headers of a request that has passed the `Edge`.
 
         Raises:
-            ApiError: A header makes no sense.
+            InvalidHeaderError: A header makes no sense.
         """
+        name = request.headers.get(REQUEST_ID_HEADER)
+        if name is not None and not is_name(name):
+            allowed = f"1 to {MAX_NAME_CHARS} ASCII letters, digits and any of . _ : -"
+            raise InvalidHeaderError(REQUEST_ID_HEADER, allowed)
         return cls(
             tenant=tenant,
             request_id=request.state.request_id,
@@ -51,10 +56,6 @@ def _ttft_seconds(header: str | None) -> float | None:
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= len(str(MAX_TTFT_MS))
     milliseconds = int(digits) if is_number else 0
     if not 1 <= milliseconds <= MAX_TTFT_MS:
-        raise ApiError(
-            400,
-            "invalid_header",
-            f"{TTFT_HEADER} is a whole number of milliseconds from 1 to {MAX_TTFT_MS}.",
-            param=TTFT_HEADER,
-        )
+        allowed = f"a whole number of milliseconds from 1 to {MAX_TTFT_MS}"
+        raise InvalidHeaderError(TTFT_HEADER, allowed)
     return milliseconds / 1000

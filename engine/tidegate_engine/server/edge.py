@@ -1,23 +1,41 @@
 """What happens to every HTTP request before anybody looks at it."""
 
-import uuid
 from collections.abc import Callable
 
-from starlette.datastructures import MutableHeaders
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tidegate_engine.server.errors import (
+    ApiError,
+    BodyTooLargeError,
+    answer_api_error,
+    answer_defect,
+    answer_http_exception,
+)
+from tidegate_engine.server.request_id import REQUEST_ID_HEADER, is_name, new_request_id
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Larger bodies are refused: no prompt that fits a model is that long."""
 
-REQUEST_ID_HEADER = "x-request-id"
-_ID_PREFIXES = {"/v1/completions": "cmpl", "/v1/chat/completions": "chatcmpl"}
+
+def edged_app(title: str, clock: Callable[[], float]) -> FastAPI:
+    """Return an application without routes, behind an `Edge`, whose errors are OpenAI objects."""
+    # No documentation pages: they would load scripts from elsewhere.
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.add_middleware(Edge, clock=clock)
+    app.add_exception_handler(ApiError, answer_api_error)
+    app.add_exception_handler(HTTPException, answer_http_exception)
+    app.add_exception_handler(Exception, answer_defect)
+    return app
 
 
 class Edge:
     """Gives every request an id and an arrival time, and bounds its body.
 
-    The id is that of the response body, too, so that `x-request-id` names what can be cancelled.
+    The id is that of the response body, too, so that it names what can be cancelled; in the header
+    `x-request-id` it stands unless the client gave the request a name there.
     Both are in `request.state`: `request_id` and `arrived_at`.
     """
 
@@ -30,28 +48,37 @@ class Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = f"{_ID_PREFIXES.get(scope['path'], 'req')}-{uuid.uuid4().hex}"
+        headers = Headers(scope=scope)
+        name = headers.get(REQUEST_ID_HEADER)
+        if name is not None and not is_name(name):
+            name = None  # refused where it is read; it isn't repeated either
+        request_id = new_request_id(scope["path"], name)
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
         state["arrived_at"] = self._clock()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = name or request_id
             await send(message)
 
-        await self._app(scope, _bounded(receive), send_with_id)
+        bounded = _bounded(receive, announced=headers.get("content-length", ""))
+        await self._app(scope, bounded, send_with_id)
 
 
-def _bounded(receive: Receive) -> Receive:
+def _bounded(receive: Receive, *, announced: str) -> Receive:
+    """Refuse larger bodies: announced ones unread, so that no client is told to go on."""
+    is_announced_too_large = announced.isdecimal() and int(announced) > MAX_BODY_BYTES
     received = 0
 
     async def receive_bounded() -> Message:
         nonlocal received
+        if is_announced_too_large:
+            raise BodyTooLargeError(MAX_BODY_BYTES)
         message = await receive()
         received += len(message.get("body", b""))
         if received > MAX_BODY_BYTES:
-            raise HTTPException(413, f"The body has more than {MAX_BODY_BYTES} bytes")
+            raise BodyTooLargeError(MAX_BODY_BYTES)
         return message
 
     return receive_bounded

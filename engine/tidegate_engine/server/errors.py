@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
@@ -29,15 +29,13 @@ _REJECTION_STATUS = {
     RejectionCode.UNKNOWN_TENANT: 401,
     RejectionCode.NO_POLICY: 503,
 }
-_HTTP_CODES = {404: "unknown_path", 405: "method_not_allowed", 413: "body_too_large"}
+_HTTP_CODES = {404: "unknown_path", 405: "method_not_allowed"}
 _VALIDATION_CODES = {
     "extra_forbidden": "unknown_field",
     "json_invalid": "invalid_json",
     "missing": "missing_field",
     UNSUPPORTED: UNSUPPORTED,
 }
-
-
 _UNION_BRANCHES = ("list[", "function-after[")
 
 
@@ -92,6 +90,45 @@ class InvalidApiKeyError(ApiError):
 
     def __init__(self, message: str = "The API key belongs to no tenant of this pool.") -> None:
         super().__init__(401, "invalid_api_key", message)
+
+
+class InvalidAdminTokenError(ApiError):
+    """The caller of the admin API doesn't hold its token."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            401,
+            "invalid_admin_token",
+            "The admin token is missing or wrong (Authorization: Bearer).",
+        )
+
+
+class InvalidHeaderError(ApiError):
+    """A header of the request makes no sense."""
+
+    def __init__(self, header: str, allowed: str) -> None:
+        super().__init__(400, "invalid_header", f"{header} is {allowed}.", param=header)
+
+
+class BodyTooLargeError(ApiError):
+    """The body is longer than any that could be served."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            413, "body_too_large", f"The body has more than {limit_bytes} bytes (the limit)."
+        )
+
+
+class UnsupportedMediaTypeError(ApiError):
+    """The body is, or may be, something else than JSON."""
+
+    def __init__(self, header: str, expected: str, got: str) -> None:
+        super().__init__(
+            415,
+            "unsupported_media_type",
+            f"{header} must be {expected}, got {got!r}.",
+            param=header,
+        )
 
 
 class NoPolicyError(ApiError):
@@ -199,9 +236,9 @@ def from_rejection(rejection: Rejection) -> ApiError:
     )
 
 
-def from_validation(error: RequestValidationError) -> ApiError:
-    """Name the first field that is wrong."""
-    first = _most_specific(error.errors())
+def from_validation(error: ValidationError) -> ApiError:
+    """Name the first field of the body, or of the query, that is wrong."""
+    first = _most_specific(error.errors(include_url=False, include_input=False))
     kind, context = str(first["type"]), first.get("ctx", {})
     code = _VALIDATION_CODES.get(kind, "invalid_value")
     if code == "invalid_json":
@@ -216,13 +253,13 @@ def from_validation(error: RequestValidationError) -> ApiError:
 
 def _most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Of the first wrong field, the deepest error: the branch of a union that came furthest."""
-    field = errors[0]["loc"][:2]
-    return max((e for e in errors if e["loc"][:2] == field), key=lambda e: len(e["loc"]))
+    field = errors[0]["loc"][:1]
+    return max((e for e in errors if e["loc"][:1] == field), key=lambda e: len(e["loc"]))
 
 
 def _path(error: Mapping[str, Any]) -> list[str]:
-    """Return where the error is, without "body" and the names of union branches."""
-    parts = [str(part) for part in error["loc"][1:]]
+    """Return where the error is, without the names of union branches."""
+    parts = [str(part) for part in error["loc"]]
     return [part for part in parts if part != "str" and not part.startswith(_UNION_BRANCHES)]
 
 
@@ -231,13 +268,6 @@ async def answer_api_error(_: HttpRequest, error: Exception) -> JsonResponse:
     if not isinstance(error, ApiError):  # as Starlette's signature is wider than its promise
         raise error
     return JsonResponse(error.body(), status_code=error.status, headers=error.headers)
-
-
-async def answer_validation_error(request: HttpRequest, error: Exception) -> JsonResponse:
-    """Answer a body that doesn't fit the schema."""
-    if not isinstance(error, RequestValidationError):
-        raise error
-    return await answer_api_error(request, from_validation(error))
 
 
 async def answer_http_exception(request: HttpRequest, error: Exception) -> JsonResponse:

@@ -40,7 +40,7 @@ class Identities:
         """
         if self._policy is None:
             raise NoPolicyError
-        key = _bearer_key(authorization)
+        key = bearer_key(authorization)
         # An empty key is no key, whatever an empty Secret may have put into the policy.
         tenant = self._tenants.get(self._blind(hashlib.sha256(key).hexdigest())) if key else None
         if tenant is not None:
@@ -61,7 +61,8 @@ class Identities:
         return hmac.digest(self._secret, digest.encode(), "sha256")
 
 
-def _bearer_key(authorization: str | None) -> bytes:
+def bearer_key(authorization: str | None) -> bytes:
+    """Return the key of an `Authorization: Bearer KEY` header; empty when there is none."""
     value = authorization or ""
     if not value.lower().startswith(_SCHEME):
         return b""

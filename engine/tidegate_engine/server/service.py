@@ -3,13 +3,16 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from tidegate_engine.bridge import EngineBridge
 from tidegate_engine.core.step_scheduler import StepScheduler
+from tidegate_engine.events import Refused
 from tidegate_engine.executor.base import Executor
 from tidegate_engine.loop import EngineLoop
 from tidegate_engine.metrics import EngineMetrics
 from tidegate_engine.policy_board import PolicyBoard
+from tidegate_engine.server.decision_ring import DecisionRing
 from tidegate_engine.server.generation import MAX_UNREAD_EVENTS
 from tidegate_engine.server.generations import Generations
 from tidegate_engine.server.identity import Identities
@@ -32,6 +35,7 @@ class Service:
     generations: Generations
     identities: Identities
     board: PolicyBoard
+    decisions: DecisionRing
     metrics: EngineMetrics
     model: ServedModel
     max_waiting: int
@@ -39,6 +43,18 @@ class Service:
     stopped: asyncio.Event
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
+
+    def note_refusal(self, request_id: str, *, tenant: str, reason: str) -> None:
+        """Keep that a request was refused before it came to the engine, and count it."""
+        in_force = self.board.in_force
+        refused = Refused(request_id, tenant, reason, self.clock())
+        self.decisions.note_refusal(refused, revision=in_force.revision if in_force else 0)
+        self.metrics.count_refusal(tenant, reason)
+
+    def date_of(self, at: float) -> str:
+        """Return a reading of the engine's clock as a date that people can read, in UTC."""
+        seconds = self.wall_clock() - self.clock() + at
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def assemble(
@@ -67,11 +83,13 @@ def assemble(
     bridge = EngineBridge(asyncio.get_running_loop())
     engine = EngineLoop(scheduler=scheduler, executor=executor, listener=bridge, clock=clock)
     metrics = EngineMetrics(pool)
+    decisions = DecisionRing()
     service = Service(
         engine=engine,
         generations=Generations(engine=engine, metrics=metrics),
         identities=Identities(),
         board=PolicyBoard(engine.apply_policy),
+        decisions=decisions,
         metrics=metrics,
         model=model,
         max_waiting=max_waiting,
@@ -80,7 +98,7 @@ def assemble(
         clock=clock,
         wall_clock=wall_clock,
     )
-    bridge.on_step += [metrics.observe_step, service.generations.take_step]
+    bridge.on_step += [metrics.observe_step, decisions.take_step, service.generations.take_step]
     bridge.on_policy += [metrics.observe_policy, service.board.applied]
     bridge.on_stop += [service.generations.engine_stopped, service.stopped.set]
     service.board.on_change += [metrics.use_policy, service.identities.use_policy]

@@ -17,7 +17,9 @@ ADMIT = UnknownTenantsRule(action=UnknownAction.ADMIT, tier="standard")
 
 def identities(policy: PolicySnapshot) -> Identities:
     known = Identities()
-    known.use_policy(PolicyInForce(snapshot=policy, revision=1, digest=policy.digest, step=1))
+    known.use_policy(
+        PolicyInForce(snapshot=policy, revision=1, digest=policy.digest, step=1, at=0.0)
+    )
     return known
 
 
@@ -62,7 +64,7 @@ def test_keys_may_hold_any_bytes() -> None:
 def test_a_new_policy_replaces_all_keys() -> None:
     known = identities(a_snapshot(a_keyed_tenant("acme")))
     policy = a_snapshot(a_keyed_tenant("zeta"))
-    known.use_policy(PolicyInForce(snapshot=policy, revision=2, digest="", step=1))
+    known.use_policy(PolicyInForce(snapshot=policy, revision=2, digest="", step=1, at=0.0))
     assert known.tenant_of("Bearer sk-zeta") == "zeta"
     with pytest.raises(InvalidApiKeyError):
         known.tenant_of("Bearer sk-acme")

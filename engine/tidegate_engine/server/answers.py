@@ -1,0 +1,220 @@
+"""The shapes of what the API answers, for its OpenAPI document; they are written by `render`."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=0)]
+Reason = Literal["stop", "length"]
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorObject(_Answer):
+    """What is wrong, in words and as a code that programs may act on."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(_Answer):
+    """Every error."""
+
+    error: ErrorObject
+
+
+class CachedTokens(_Answer):
+    """Prompt tokens that were found in the prefix cache."""
+
+    cached_tokens: Count
+
+
+class Usage(_Answer):
+    """Token counts of one response."""
+
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: CachedTokens
+
+
+class CompletionLogprobs(_Answer):
+    """Each property of all tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[Count]
+
+
+class CompletionChoice(_Answer):
+    """One completion of a prompt."""
+
+    index: Count
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Reason
+
+
+class CompletionAnswer(_Answer):
+    """`POST /v1/completions` without a stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class SpelledToken(_Answer):
+    """One token; its bytes are not known when it is a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChosenToken(SpelledToken):
+    """One output token and the likeliest ones at its place."""
+
+    top_logprobs: list[SpelledToken]
+
+
+class ChatLogprobs(_Answer):
+    """The tokens of a message."""
+
+    content: list[ChosenToken]
+    refusal: None
+
+
+class AnswerMessage(_Answer):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Answer):
+    """One answer to a chat."""
+
+    index: Count
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Reason
+
+
+class ChatAnswer(_Answer):
+    """`POST /v1/chat/completions` without a stream."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: None
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Model(_Answer):
+    """A model that is served here."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class Models(_Answer):
+    """All models that are served here."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Cancelled(_Answer):
+    """A request that was cancelled."""
+
+    id: str
+    object: Literal["request"]
+    cancelled: Literal[True]
+
+
+class Alive(_Answer):
+    """Whether the engine's thread runs."""
+
+    alive: bool
+
+
+class Ready(_Answer):
+    """Whether requests would be served, and what that lacks."""
+
+    ready: bool
+    lacking: list[str]
+
+
+class PolicySummary(_Answer):
+    """What a policy says, without keys."""
+
+    batching: dict[str, int | float | None]
+    watermarks: dict[str, int]
+    kv_estimate: str
+    unknown_tenants: str
+    tiers: list[dict[str, str | int | float | bool | None]]
+    tenants: list[dict[str, str | int]]
+
+
+class PolicyAnswer(_Answer):
+    """The policy in force; before the first there is none.
+
+    Attributes:
+        step: The first step that was planned under it.
+        since: When it took effect; RFC 3339.
+    """
+
+    revision: Count
+    digest: str
+    step: Count
+    since: str | None
+    snapshot: PolicySummary | None
+
+
+class DrainAnswer(_Answer):
+    """How far a drain is."""
+
+    draining: bool
+    running: Count
+    drained: bool
+
+
+class DecisionAnswer(_Answer):
+    """What was decided about one request, and why.
+
+    Attributes:
+        time: RFC 3339.
+        request_id: Of one choice of a request: the response's id, a dot, and the choice's number.
+        beneficiary: For whom it was preempted.
+    """
+
+    time: str
+    step: Count
+    revision: Count
+    watermark: str
+    request_id: str
+    tenant: str
+    verdict: str
+    reason: str
+    beneficiary: str | None
+
+
+class DecisionsAnswer(_Answer):
+    """Decisions, the oldest first."""
+
+    object: Literal["list"]
+    data: list[DecisionAnswer]
