@@ -5,12 +5,13 @@ import hashlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
-import uvicorn
+import uvloop
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +24,7 @@ from tidegate_engine.executor.simulated import SimulatedExecutor
 from tidegate_engine.executor.step_cost import AffineCost
 from tidegate_engine.model.bytes_tokenizer import NUM_PRINTABLE, BytesTokenizer
 from tidegate_engine.server.app import create_app
+from tidegate_engine.server.connections import HttpServer, listen
 from tidegate_engine.server.generation import MAX_UNREAD_EVENTS
 from tidegate_engine.server.served_model import ServedModel, Tokenizer
 from tidegate_engine.server.service import Service, assemble
@@ -192,8 +194,13 @@ def a_running_engine(
     max_waiting: int = 1000,
     max_unread_events: int = MAX_UNREAD_EVENTS,
     has_policy: bool = True,
+    listener: socket.socket | None = None,
+    http_options: Mapping[str, Any] | None = None,
 ) -> Iterator[RunningEngine]:
-    """Serve from a thread until the block ends; `policy` is in force when it begins."""
+    """Serve from a thread until the block ends; `policy` is in force when it begins.
+
+    `http_options` are those of `HttpServer`.
+    """
     gate = StepGate()
     used = executor or a_paced_executor(
         gate, blocks=blocks, host_blocks=host_blocks, step_seconds=step_seconds
@@ -203,8 +210,8 @@ def a_running_engine(
     started = threading.Event()
     exits = ExitStack()
     engines: list[RunningEngine] = []
-    servers: list[uvicorn.Server] = []
-    listener = socket.create_server(("127.0.0.1", 0))
+    servers: list[HttpServer] = []
+    listener = listener or listen("127.0.0.1", 0)
 
     async def serve() -> None:
         service = assemble(
@@ -217,10 +224,7 @@ def a_running_engine(
             max_waiting=max_waiting,
             max_unread_events=max_unread_events,
         )
-        config = uvicorn.Config(
-            create_app(service), log_config=None, lifespan="off", timeout_graceful_shutdown=1
-        )
-        server = uvicorn.Server(config)
+        server = HttpServer(create_app(service), **{"flush_seconds": 1, **(http_options or {})})
         port = listener.getsockname()[1]
         engines.append(RunningEngine(service, port, asyncio.get_running_loop(), gate, exits))
         servers.append(server)
@@ -229,7 +233,7 @@ def a_running_engine(
         await server.serve([listener])
         await asyncio.to_thread(service.engine.stop)
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="server")
+    thread = threading.Thread(target=lambda: uvloop.run(serve()), name="server")
     thread.start()
     started.wait()
     try:
