@@ -20,10 +20,10 @@ from tidegate_engine.model.sampler import sample
 class TorchExecutor:
     """An `Executor` over a loaded model and its KV pool, both on the same device.
 
-    Not for concurrent use: steps follow one another. `num_threads` is the CPU threads of a step
-    (None leaves PyTorch's choice, one a core), and holds for the whole process. Engines that share
-    a machine should divide its cores: threads that wait for one without a core spin, and lose far
-    more than the additional ones gain.
+    Swaps run beside the steps, as `KvCopies` says. Not for concurrent use: steps follow one
+    another. `num_threads` is the CPU threads of a step (None leaves PyTorch's choice, one a core),
+    and holds for the whole process. Engines that share a machine should divide its cores: threads
+    that wait for one without a core spin, and lose far more than the additional ones gain.
     """
 
     def __init__(
@@ -51,13 +51,15 @@ class TorchExecutor:
         Raises:
             ExecutorError: The plan touches what it mustn't (nothing was then done), a row can't be
                 computed (no row was then written), or the device failed (the blocks of the plan are
-                then undefined).
+                then undefined). The plan's own swaps have ended by then. A swap of an earlier plan
+                that broke off fails every step: what it was to write is lost, and nobody knows.
         """
         self._open_swaps.begin(plan)
         try:
             with torch.inference_mode():
                 return self._execute(plan)
         except (BatchError, RuntimeError) as error:
+            self._end_swaps(plan)
             raise ExecutorError(f"step {plan.step}: {error}") from error
 
     def measure(self) -> ExecutorCosts:
@@ -86,6 +88,13 @@ class TorchExecutor:
         for fence in passed:
             self._open_swaps.end(fence)
         return StepResult(tokens=tokens, passed_fences=passed)
+
+    def _end_swaps(self, plan: StepPlan) -> None:
+        """Let go of a failed step's swaps: its requests are dropped, and their blocks go on."""
+        fences = [swap.fence for swap in (*plan.swap_out, *plan.swap_in)]
+        self._copies.end(fences)
+        for fence in fences:
+            self._open_swaps.end(fence)
 
     def _compute(self, rows: Sequence[PlanRow], cache: KvCache) -> Mapping[str, SampledToken]:
         batch = build_batch(
