@@ -131,6 +131,7 @@ class HttpServer(uvicorn.Server):
                 bounded,
                 http=connection,
                 ws="none",
+                lifespan="off",
                 access_log=False,
                 log_config=None,
                 # After the cut, so that tasks end by themselves.
