@@ -251,6 +251,7 @@ async def _begin(
             AnswerText(tokenizer, stops=intake.stops, stop_token_ids=engine_request.stop_token_ids)
             for engine_request in intake.requests
         ),
+        choices_per_prompt=body.n,
         format=answer_format,
         prompt_tokens=intake.prompt_tokens,
         includes_usage=body.includes_usage,

@@ -43,6 +43,8 @@ class Generation:
         num_unanswered: Choices of which the engine hasn't said yet whether it takes them.
         max_unread_events: Most tokens in the buffer; each alternative that comes with a token
             counts as one more.
+        cached_tokens: Tokens of its prompt that a choice found in the prefix cache, by index; a
+            choice that found none isn't there.
         error: Why the generation was ended early; None while it wasn't.
     """
 
@@ -58,6 +60,7 @@ class Generation:
         self.tenant = tenant
         self.arrived_at = arrived_at
         self.live: dict[int, Choice] = {}
+        self.cached_tokens: dict[int, int] = {}
         self.num_unanswered = 0
         self.max_unread_events = max_unread_events
         self.error: ApiError | None = None

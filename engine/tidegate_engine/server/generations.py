@@ -150,6 +150,9 @@ class Generations:
         for request_id in report.admitted:
             if (choice := self._by_request.get(request_id)) is not None:
                 self._note_admission(choice, report.planned_at)
+        for request_id, num_tokens in report.cached:
+            if (choice := self._by_request.get(request_id)) is not None:
+                choice.generation.cached_tokens[choice.index] = num_tokens
         for output in report.outputs:
             if (choice := self._by_request.get(output.request_id)) is not None:
                 self._take(choice, output, report.committed_at)

@@ -52,12 +52,19 @@ class ResponseFormat(Protocol):
         ...
 
 
-def usage_of(*, prompt_tokens: int, output_tokens: int) -> Json:
-    """Return the token counts of a response."""
+def usage_of(*, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> Json:
+    """Return the token counts of a response.
+
+    Args:
+        prompt_tokens: All of them.
+        cached_tokens: Those that were found in the prefix cache.
+        output_tokens: Of all choices.
+    """
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 

@@ -30,13 +30,15 @@ class Answer:
     """A running generation and how its client wants to read it.
 
     Attributes:
-        texts: One for each choice.
+        texts: One for each choice; those of one prompt stand together.
+        choices_per_prompt: How many that are.
         cancel_on_disconnect: Whether a client that hangs up ends the generation.
     """
 
     generation: Generation
     generations: Generations
     texts: tuple[AnswerText, ...]
+    choices_per_prompt: int
     format: ResponseFormat
     prompt_tokens: int
     includes_usage: bool
@@ -64,9 +66,17 @@ class Answer:
 
     @property
     def usage(self) -> Json:
-        """The token counts so far."""
-        output_tokens = sum(text.num_tokens for text in self.texts)
-        return usage_of(prompt_tokens=self.prompt_tokens, output_tokens=output_tokens)
+        """The token counts so far.
+
+        A prompt counts once, however many choices it has, and so does what its first one found of
+        it in the prefix cache: the others find what the first has computed.
+        """
+        firsts = range(0, len(self.texts), self.choices_per_prompt)
+        return usage_of(
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=sum(self.generation.cached_tokens.get(index, 0) for index in firsts),
+            output_tokens=sum(text.num_tokens for text in self.texts),
+        )
 
     def release(self) -> None:
         """Forget the generation; what still runs of it is cancelled."""
