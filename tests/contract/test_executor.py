@@ -8,6 +8,7 @@ from tidegate_engine.core.plan import BlockCopy, PlanRow, StepPlan, SwapCopy
 from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.executor.base import Executor, ExecutorError
 from tidegate_testing.executors import Generation, Steps
+from tidegate_testing.sampling import a_context
 
 PROMPTS = [[5, 9, 2, 7], [11, 3, 3, 8, 1, 4, 6, 2, 9], [42], [*range(1, 24)]]
 PROMPT = PROMPTS[1]
@@ -29,11 +30,11 @@ def overwrite(steps: Steps, blocks: list[int]) -> None:
     """Let another request fill blocks."""
     size = steps.executor.capacity.block_size
     tokens = [(7 * i) % 40 for i in range(len(blocks) * size)]
-    steps.run(PlanRow("other", 0, tokens, blocks, samples=False, sampling=SamplingParams()))
+    steps.run(PlanRow("other", 0, tokens, blocks, samples=False, sampling=a_context()))
 
 
 def padding(token: int, end: int) -> PlanRow:
-    row = PlanRow("", end - 1, [token], [*TABLE], samples=False, sampling=SamplingParams())
+    row = PlanRow("", end - 1, [token], [*TABLE], samples=False, sampling=a_context())
     return row._replace(is_decode=True, is_padding=True)
 
 
@@ -199,7 +200,7 @@ def test_waiting_for_a_fence_when_none_is_open_is_an_error(executor: Executor) -
 
 
 def touching_row(block: int) -> PlanRow:
-    return PlanRow("r", 0, [1], [block], samples=True, sampling=SamplingParams())
+    return PlanRow("r", 0, [1], [block], samples=True, sampling=a_context())
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from tidegate_engine.core.prefix_cache import BlockKeys
 from tidegate_engine.core.request import Rejection, RejectionCode, Request
+from tidegate_engine.core.sampling import SamplingContext
 from tidegate_engine.core.sequence import Sequence
 from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
 from tidegate_engine.core.tenants import Tenant
@@ -102,6 +103,7 @@ def new_sequence(
     """
     length = len(request.prompt_ids)
     max_output_tokens = _output_limit(request, tenant, cap_tokens=cap_tokens)
+    token_ids = list(request.prompt_ids)
     seq = Sequence(
         request=request,
         request_id=request.request_id,
@@ -111,10 +113,15 @@ def new_sequence(
         max_output_tokens=max_output_tokens,
         max_tokens=length + max_output_tokens,
         most_blocks=-(-(length + max_output_tokens - 1) // block_size),
-        token_ids=list(request.prompt_ids),
+        token_ids=token_ids,
         num_tokens=length,
         stop_token_ids=request.stop_token_ids,
-        sampling=request.sampling,
+        sampling=SamplingContext(
+            params=request.sampling,
+            token_ids=token_ids,
+            num_prompt_tokens=length,
+            stop_token_ids=request.stop_token_ids,
+        ),
         keys=BlockKeys(tenant.root, block_size),
     )
     own, ruled = request.ttft_seconds, tenant.rule.service.ttft_seconds

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from tidegate_engine.core.block_pool import BlockPool
 from tidegate_engine.core.plan import PlanRow
 from tidegate_engine.core.request import Request
+from tidegate_engine.core.sampling import SamplingContext
 
 _PADDING_TOKEN = 0
 
@@ -19,6 +20,7 @@ class Member:
         submitted_at: When it came, on the scheduler's clock.
         max_output_tokens: The request's, clipped to what fits the pool.
         token_ids: Prompt and output.
+        sampling: How its tokens are chosen; shares `token_ids`.
         computed_tokens: Tokens of the padded prompt that were read, and one for each decode since.
         has_ended: Whether it goes on as padding alone.
         block_table: Empty while it waits.
@@ -29,9 +31,18 @@ class Member:
     submitted_at: float
     max_output_tokens: int
     token_ids: list[int]
+    sampling: SamplingContext = field(init=False)
     computed_tokens: int = 0
     has_ended: bool = False
     block_table: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sampling = SamplingContext(
+            params=self.request.sampling,
+            token_ids=self.token_ids,
+            num_prompt_tokens=self.prompt_tokens,
+            stop_token_ids=self.request.stop_token_ids,
+        )
 
     @property
     def request_id(self) -> str:
@@ -156,7 +167,7 @@ class PaddedBatch:
                 token_ids=[_PADDING_TOKEN] if member.has_ended else member.token_ids[-1:],
                 block_ids=member.block_table,
                 samples=not member.has_ended,
-                sampling=member.request.sampling,
+                sampling=member.sampling,
                 is_decode=True,
                 is_padding=member.has_ended,
             )
@@ -172,7 +183,7 @@ def _chunk(member: Member, start: int, end: int) -> Iterator[PlanRow]:
             token_ids=member.token_ids[start:own_end],
             block_ids=member.block_table,
             samples=own_end == member.prompt_tokens and not member.has_ended,
-            sampling=member.request.sampling,
+            sampling=member.sampling,
         )
     if own_end < end:
         yield PlanRow(
@@ -181,6 +192,6 @@ def _chunk(member: Member, start: int, end: int) -> Iterator[PlanRow]:
             token_ids=[_PADDING_TOKEN] * (end - own_end),
             block_ids=member.block_table,
             samples=False,
-            sampling=member.request.sampling,
+            sampling=member.sampling,
             is_padding=True,
         )

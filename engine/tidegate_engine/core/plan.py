@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tidegate_engine.core.decisions import Decision
-from tidegate_engine.core.sampling import SamplingParams
+from tidegate_engine.core.sampling import SamplingContext
 
 
 class PlanRow(NamedTuple):
@@ -26,7 +26,7 @@ class PlanRow(NamedTuple):
             at least every position up to the row's last.
         samples: True when the row's last token yields an output token (a decode, or the last
             chunk of a prompt).
-        sampling: How to choose that token.
+        sampling: How to choose that token, and after which; the request's own.
         is_decode: True when the row computes a request's newest output token alone; a prompt chunk
             may have one token too.
         is_padding: True when the row is computed and thrown away, as static batching does: nothing
@@ -38,7 +38,7 @@ class PlanRow(NamedTuple):
     token_ids: Sequence[int]
     block_ids: Sequence[int]
     samples: bool
-    sampling: SamplingParams
+    sampling: SamplingContext
     is_decode: bool = False
     is_padding: bool = False
 

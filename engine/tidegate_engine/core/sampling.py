@@ -1,5 +1,6 @@
 """How a request wants its tokens chosen, as a value."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_TEMPERATURE = 2.0
@@ -63,3 +64,20 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """Whether the choice is the most likely token, without randomness."""
         return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingContext:
+    """What a request's next token depends on besides the model: one object for its whole life.
+
+    Attributes:
+        token_ids: Prompt and output, in order. Shared with the scheduler, which appends to it; what
+            a row may look at is its first `row.end` tokens.
+        num_prompt_tokens: What comes behind these is output.
+        stop_token_ids: The tokens that end the request.
+    """
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
+    stop_token_ids: tuple[int, ...] = ()

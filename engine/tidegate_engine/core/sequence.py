@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tidegate_engine.core.decisions import Reason
 from tidegate_engine.core.prefix_cache import BlockKeys
 from tidegate_engine.core.request import Request
-from tidegate_engine.core.sampling import SamplingParams
+from tidegate_engine.core.sampling import SamplingContext
 from tidegate_policies.preemption import Shield, shield
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Sequence:
         token_ids: Prompt and output, in order; output is kept over a preemption.
         num_tokens: Length of `token_ids`.
         stop_token_ids: The request's.
-        sampling: The request's.
+        sampling: How its tokens are chosen; shares `token_ids`.
         keys: What the prefix cache knows its full blocks by.
         deadline: When the first token is due; None = nothing was promised.
         latest_start: Begun later than this, its prompt is not read by the deadline.
@@ -80,7 +80,7 @@ class Sequence:
     token_ids: list[int]
     num_tokens: int
     stop_token_ids: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: SamplingContext
     keys: BlockKeys
     deadline: float | None = None
     latest_start: float = 0.0

@@ -8,7 +8,7 @@ import torch
 
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.plan import PlanRow, SampledToken, SwapCopy
-from tidegate_engine.core.sampling import SamplingParams
+from tidegate_engine.core.sampling import SamplingContext, SamplingParams
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.kv_copies import KvCopies
 from tidegate_engine.model.config import LlamaConfig
@@ -118,7 +118,11 @@ def _row(i: int, start: int, tokens: int, num_blocks: int) -> PlanRow:
         token_ids=[0] * tokens,
         block_ids=range(i * num_blocks, (i + 1) * num_blocks),
         samples=True,
-        sampling=SamplingParams(temperature=0.0),
+        sampling=SamplingContext(
+            params=SamplingParams(temperature=0.0),
+            token_ids=[0] * (start + tokens),
+            num_prompt_tokens=start + tokens,
+        ),
     )
 
 

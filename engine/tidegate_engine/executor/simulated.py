@@ -106,7 +106,7 @@ class SimulatedExecutor:
         return tokens
 
     def _token(self, row: PlanRow) -> SampledToken:
-        sampling = row.sampling
+        sampling = row.sampling.params
         drawn = hash((self._kv.read(row), row.start + len(row.token_ids), sampling.seed))
         token_id = drawn % self._vocab_size
         if sampling.logprobs is None:

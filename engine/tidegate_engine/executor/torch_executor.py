@@ -107,5 +107,7 @@ class TorchExecutor:
         )
         logits = self._model.forward(batch, cache.pool)
         sampling = [row for row in rows if row.samples]
-        tokens = sample(logits, [row.sampling for row in sampling], [row.end for row in sampling])
+        tokens = sample(
+            logits, [row.sampling.params for row in sampling], [row.end for row in sampling]
+        )
         return {row.request_id: token for row, token in zip(sampling, tokens, strict=True)}

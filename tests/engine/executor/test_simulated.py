@@ -16,6 +16,7 @@ from tidegate_testing.executors import (
     Steps,
     a_slow_executor,
 )
+from tidegate_testing.sampling import a_context
 
 PROMPT = [11, 3, 3, 8, 1, 4, 6, 2, 9]
 TABLE = [9, 2, 30, 4, 17, 11]
@@ -25,7 +26,7 @@ FULL = tuple(TABLE[:2])
 ONE_STEP = """
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.plan import PlanRow, StepPlan
-from tidegate_engine.core.sampling import SamplingParams
+from tidegate_engine.core.sampling import SamplingContext, SamplingParams
 from tidegate_engine.executor.base import Capacity
 from tidegate_engine.executor.clock import VirtualClock
 from tidegate_engine.executor.simulated import SimulatedExecutor
@@ -37,7 +38,9 @@ executor = SimulatedExecutor(
     cost=AffineCost(ExecutorCosts()),
     clock=VirtualClock(),
 )
-row = PlanRow("r", 0, [11, 3, 3, 8, 1], [5, 1], True, SamplingParams(seed=7))
+tokens = [11, 3, 3, 8, 1]
+sampling = SamplingContext(params=SamplingParams(seed=7), token_ids=tokens, num_prompt_tokens=5)
+row = PlanRow("r", 0, tokens, [5, 1], True, sampling)
 print(executor.execute(StepPlan(step=1, revision=1, rows=(row,))).tokens["r"].token_id)
 """
 
@@ -266,7 +269,7 @@ def test_a_host_block_nobody_wrote_is_garbage(steps: Steps) -> None:
 
 def test_other_requests_run_while_a_swap_is_open(executor: SimulatedExecutor) -> None:
     steps = Steps(executor)
-    row = PlanRow("p", 0, [1], TABLE, samples=False, sampling=SamplingParams(), is_padding=True)
+    row = PlanRow("p", 0, [1], TABLE, samples=False, sampling=a_context(), is_padding=True)
     steps.run(row, Generation(steps, [*PROMPT], [40, 41, 42]).row(), swap_out=[swap(1)])
     assert steps.passed == []
 
@@ -289,6 +292,6 @@ def test_it_measures_what_its_cost_model_says(executor: SimulatedExecutor) -> No
 
 
 def test_a_row_outside_the_pool_names_its_request(executor: SimulatedExecutor) -> None:
-    row = PlanRow("far", 0, [1], [64], samples=True, sampling=SamplingParams())
+    row = PlanRow("far", 0, [1], [64], samples=True, sampling=a_context())
     with pytest.raises(ExecutorError, match="step 3: row of request far names a block"):
         executor.execute(StepPlan(step=3, revision=1, rows=(row,)))

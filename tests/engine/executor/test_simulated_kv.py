@@ -2,9 +2,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate_engine.core.plan import PlanRow
-from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.executor import simulated_kv
 from tidegate_engine.executor.simulated_kv import SimulatedKv
+from tidegate_testing.sampling import a_context
 
 NUM_BLOCKS, BLOCK_SIZE = 6, 2
 
@@ -16,7 +16,7 @@ puts = st.tuples(st.just("put"), st.integers(0, NUM_BLOCKS - 1), st.integers(0, 
 
 def row(block_ids: list[int], start: int, count: int, request_id: str = "w") -> PlanRow:
     tokens = [3] * count
-    return PlanRow(request_id, start, tokens, block_ids, samples=True, sampling=SamplingParams())
+    return PlanRow(request_id, start, tokens, block_ids, samples=True, sampling=a_context())
 
 
 @given(st.lists(st.one_of(writes, reads, reads, puts), max_size=40))

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.plan import BlockCopy, PlanRow, StepPlan
-from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.executor.hardware import (
     A100_80G,
     CPU_2_CORES,
@@ -21,6 +20,7 @@ from tidegate_engine.executor.hardware import (
     ModelShape,
 )
 from tidegate_engine.executor.step_cost import AffineCost, Roofline, fit_gpu
+from tidegate_testing.sampling import a_context
 
 COSTS = ExecutorCosts(
     step_seconds=100,
@@ -33,11 +33,11 @@ COSTS = ExecutorCosts(
 
 
 def chunk(tokens: int, start: int = 0, *, samples: bool = False) -> PlanRow:
-    return PlanRow("c", start, range(tokens), (), samples=samples, sampling=SamplingParams())
+    return PlanRow("c", start, range(tokens), (), samples=samples, sampling=a_context())
 
 
 def decode(context: int) -> PlanRow:
-    row = PlanRow("d", context - 1, [1], (), samples=True, sampling=SamplingParams())
+    row = PlanRow("d", context - 1, [1], (), samples=True, sampling=a_context())
     return row._replace(is_decode=True)
 
 

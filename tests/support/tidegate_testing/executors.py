@@ -13,6 +13,7 @@ from tidegate_engine.executor.simulated import SimulatedExecutor
 from tidegate_engine.executor.step_cost import AffineCost
 from tidegate_engine.executor.torch_executor import TorchExecutor
 from tidegate_engine.model.loader import LoadedModel
+from tidegate_testing.sampling import a_context
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64
@@ -98,7 +99,11 @@ class Steps:
 
 @dataclass
 class Generation:
-    """One request: its tokens, where its KV is, and how much of it is computed."""
+    """One request: its tokens, where its KV is, and how much of it is computed.
+
+    Attributes:
+        num_prompt_tokens: Of `tokens`; unless told otherwise all that it begins with.
+    """
 
     steps: Steps
     tokens: list[int]
@@ -106,6 +111,10 @@ class Generation:
     request_id: str = "r"
     computed: int = 0
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
+    num_prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = self.num_prompt_tokens or len(self.tokens)
 
     def row(self, chunk: int = 1000) -> PlanRow:
         """Return the next row, of at most so many tokens."""
@@ -116,7 +125,9 @@ class Generation:
             token_ids=self.tokens[self.computed : end],
             block_ids=self.blocks,
             samples=end == len(self.tokens),
-            sampling=self.sampling,
+            sampling=a_context(
+                self.sampling, self.tokens, num_prompt_tokens=self.num_prompt_tokens
+            ),
             is_decode=self.computed > 0 and end - self.computed == 1,
         )
 

@@ -20,6 +20,7 @@ from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.loader import LoadedModel, load_model
 from tidegate_engine.model.tokenizer import Tokenizer
 from tidegate_engine.model.weights import assemble, from_tensors
+from tidegate_testing.sampling import a_context
 
 # The byte alphabet of byte-level BPE, three special tokens, and what the merges make.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -157,7 +158,7 @@ def plan_row(
         block_ids=block_ids,
         samples=samples,
         is_decode=is_decode,
-        sampling=sampling or SamplingParams(temperature=0.0),
+        sampling=a_context(sampling or SamplingParams(temperature=0.0), [*[0] * start, *token_ids]),
     )
 
 

@@ -73,7 +73,11 @@ def check_row(row: PlanRow, seen: Seen, *, block_size: int) -> None:
     require(row.samples == (end == len(seen.tokens)), Invariant.ROWS, row)
     require(len(row.block_ids) * block_size >= end, Invariant.ROWS, row)
     require(not row.is_decode or (row.samples and seen.num_outputs), Invariant.ROWS, row)
-    require(row.sampling == seen.request.sampling, Invariant.ROWS, row)
+    context = row.sampling
+    require(context.params == seen.request.sampling, Invariant.ROWS, row)
+    require(list(context.token_ids[:end]) == seen.tokens[:end], Invariant.ROWS, row)
+    require(context.num_prompt_tokens == len(seen.request.prompt_ids), Invariant.ROWS, row)
+    require(context.stop_token_ids == seen.request.stop_token_ids, Invariant.ROWS, row)
     if seen.computed is not None:
         require(row.start == seen.computed, Invariant.ROWS, row, "computed", seen.computed)
     else:

@@ -24,6 +24,7 @@ from tidegate_policies.snapshot import (
     TierRule,
     UnknownAction,
 )
+from tidegate_testing.sampling import a_context
 
 VOCAB_SIZE = 1000
 
@@ -120,7 +121,11 @@ class Alone:
             token_ids=self._tokens[start:],
             block_ids=self._table,
             samples=True,
-            sampling=self._request.sampling,
+            sampling=a_context(
+                self._request.sampling,
+                self._tokens,
+                num_prompt_tokens=len(self._request.prompt_ids),
+            ),
         )
         result = self._executor.execute(StepPlan(step=1, revision=1, rows=(row,)))
         self._tokens.append(result.tokens[self._request.request_id].token_id)
