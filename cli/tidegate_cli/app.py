@@ -5,12 +5,13 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from tidegate_cli.bench.batching import BatchingSettings, run_batching
+from tidegate_cli.bench.engine import EngineSettings, run_engine_bench
 from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
 from tidegate_cli.bench.scheduler import SchedulerSettings, run_scheduler
 from tidegate_cli.demo import DemoSettings, run_demo
@@ -126,6 +127,42 @@ def batching(  # noqa: PLR0917 - typer passes options by name
             json_file=json_file,
             plot_directory=plot,
         )
+    )
+
+
+@bench.command()
+def engine(  # noqa: PLR0917 - typer passes options by name
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of weights, activations and KV.")
+    ] = "float32",
+    quantization: Annotated[
+        Literal["none", "int8"], typer.Option(help="Of the weights; int8 activations with it.")
+    ] = "none",
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads of a step; all cores without it.")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="URL of an OpenAI-compatible server to measure as well; repeatable."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Chooses the words of the prompts.")] = 1,
+    json_file: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Measure an engine under load over HTTP: throughput, latencies, what they are of the bound."""
+    settings = EngineSettings(
+        dtype=dtype,
+        quantization=quantization,
+        temperature=temperature,
+        threads=threads,
+        peers=tuple(peer or ()),
+        seed=seed,
+    )
+    if quick:
+        settings = settings.quick()
+    run_to_end(
+        run_engine_bench(_console(), settings=settings, progress=to_stderr, json_file=json_file)
     )
 
 

@@ -29,6 +29,14 @@ class EngineMetrics:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
+    def label_values(self, name: str, label: str) -> set[str]:
+        """Return the values that `label` has among the samples `name`."""
+        return {
+            sample.labels[label]
+            for sample in self._samples
+            if sample.name == name and label in sample.labels
+        }
+
     def by_tenant(self, name: str, **labels: str) -> dict[str, float]:
         """Return the same sum for each tenant that has such samples."""
         sums: dict[str, float] = defaultdict(float)

@@ -1,0 +1,36 @@
+"""The policy that engines are measured under: one tenant may have everything."""
+
+from tidegate_policies.snapshot import (
+    BatchingRule,
+    PolicySnapshot,
+    TenantRule,
+    TierRule,
+    WatermarkRule,
+)
+
+POOL = "bench/engine"
+BENCH_TENANT = "bench"
+
+
+def everything_for_one_tenant(max_num_seqs: int, *key_digests: str) -> PolicySnapshot:
+    """Return the policy, with a bound of its own on the batch.
+
+    Args:
+        max_num_seqs: Most requests in one step.
+        key_digests: SHA-256 (hex) of the tenant's API keys.
+    """
+    return PolicySnapshot.of(
+        POOL,
+        tiers=[TierRule(name="standard", value=0)],
+        tenants=[
+            TenantRule(
+                tenant=BENCH_TENANT,
+                policy=f"bench/{BENCH_TENANT}",
+                tier="standard",
+                # All KV up to the low watermark, so that nothing is borrowed.
+                kv_nominal_percent=WatermarkRule().low_percent,
+                key_digests=key_digests,
+            )
+        ],
+        batching=BatchingRule(max_num_seqs=max_num_seqs),
+    )
