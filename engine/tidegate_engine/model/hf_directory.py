@@ -1,16 +1,24 @@
-"""Hugging Face model directories: config.json, safetensors, tokenizer.json."""
+"""Hugging Face model directories: safetensors, and the tokenizer's files."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tidegate_engine.model.config import LlamaConfig, ModelConfigError
+from tidegate_engine.model.chat_template import ChatTemplateError
 from tidegate_engine.model.errors import ModelLoadError
-from tidegate_engine.model.tokenizer import Tokenizer, load_backend
+from tidegate_engine.model.hf_config import read_config
+from tidegate_engine.model.json_file import read_json
+from tidegate_engine.model.safetensors_file import SafetensorsFile
+from tidegate_engine.model.spelling import UnsupportedTokenizerError
+from tidegate_engine.model.tokenizer import Tokenizer, add_around_prompts, load_backend
+
+_CONFIG_FILE = "config.json"
+_WEIGHTS_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_SETTINGS_FILE = "tokenizer_config.json"
+_TEMPLATE_FILE = "chat_template.jinja"
 
 
 class HfDirectory:
@@ -21,126 +29,115 @@ class HfDirectory:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._config = _read_json(path / "config.json")
-        self.config = self._parse_config()
-        self._files = self._find_tensors()
+        self._directory = path
+        self.config, self._eos_token_ids = read_config(path / _CONFIG_FILE)
+        self._files = _find_tensors(path)
         self._read: set[str] = set()
 
-    def read(self, name: str) -> Tensor:
-        """Return a tensor in float32."""
-        if name not in self._files:
-            raise ModelLoadError(self.path, "is missing", tensor=name)
-        file = self._files[name]
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                tensor: Tensor = tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(file, f"can't be read: {error}", tensor=name) from error
-        self._read.add(name)
-        return tensor.to(torch.float32)
+    def locate(self, name: str) -> tuple[Path, str]:
+        """Return the file that holds a tensor, or ought to."""
+        if name in self._files:
+            return self._files[name].path, name
+        single = self._directory / _WEIGHTS_FILE
+        return single if single.is_file() else self._directory / _INDEX_FILE, name
 
-    def unread(self) -> tuple[str, ...]:
-        """Names of the tensors that `read` never returned."""
+    def read(self, name: str) -> Tensor:
+        """Return a tensor as it is stored."""
+        if name not in self._files:
+            path, _ = self.locate(name)
+            raise ModelLoadError(path, "is missing", tensor=name)
+        tensor = self._files[name].read(name)
+        self._read.add(name)
+        return tensor
+
+    def unread(self) -> list[tuple[Path, str]]:
+        """File and name of the tensors that `read` never returned."""
         # Old files store the rotary frequencies, which follow from the configuration; some
         # store a tied output projection too.
         known = {"lm_head.weight"} if self.config.has_tied_embeddings else set()
-        return tuple(
-            name
+        return [
+            self.locate(name)
             for name in sorted(self._files)
             if name not in self._read | known and not name.endswith("rotary_emb.inv_freq")
-        )
+        ]
 
     def tokenizer(self) -> Tokenizer:
-        """Read tokenizer.json, and the chat template and end tokens from the files beside it.
+        """Read tokenizer.json, and the chat template and special tokens from the files beside it.
 
         Raises:
-            ModelLoadError: It isn't a byte-level tokenizer, or a file is broken.
+            ModelLoadError: It is of a kind that isn't implemented, or a file is broken.
         """
-        path = self.path / "tokenizer.json"
+        path = self._directory / _TOKENIZER_FILE
         backend = load_backend(path)
-        decoder = _read_json(path).get("decoder") or {}
-        steps = decoder.get("decoders", [decoder])
-        if not any(step.get("type") == "ByteLevel" for step in steps):
-            raise ModelLoadError(path, "only byte-level tokenizers are supported")
-        settings = _read_json(self.path / "tokenizer_config.json", optional=True)
-        eos_token = _token_text(settings.get("eos_token"))
-        return Tokenizer(
-            backend,
-            chat_template=self._chat_template(settings),
-            eos_token_ids=self._eos_token_ids(backend.token_to_id(eos_token)),
-            bos_token=_token_text(settings.get("bos_token")),
-            eos_token=eos_token,
+        settings = read_json(self._directory / "special_tokens_map.json", optional=True)
+        settings |= read_json(self._directory / _TOKENIZER_SETTINGS_FILE, optional=True)
+        bos_token, eos_token = (
+            _token_text(settings.get(name), self._directory / _TOKENIZER_SETTINGS_FILE, name)
+            for name in ("bos_token", "eos_token")
         )
-
-    def _chat_template(self, settings: dict[str, Any]) -> str | None:
-        file = self.path / "chat_template.jinja"
-        if file.is_file():
-            return file.read_text()
-        template: str | None = settings.get("chat_template")
-        return template
-
-    def _eos_token_ids(self, from_tokenizer: int | None) -> frozenset[int]:
-        generation = _read_json(self.path / "generation_config.json", optional=True)
-        found = generation.get("eos_token_id", self._config.get("eos_token_id"))
-        ids = [*found] if isinstance(found, list) else [found]
-        return frozenset(i for i in (*ids, from_tokenizer) if i is not None)
-
-    def _parse_config(self) -> LlamaConfig:
-        path, raw = self.path / "config.json", self._config
-        if raw.get("model_type") != "llama":
-            problem = f"architecture {raw.get('model_type')!r} isn't supported, only llama"
-            raise ModelLoadError(path, problem)
-        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", rope.get("type", "default"))
-        if rope_type != "default":
-            raise ModelLoadError(path, f"RoPE scaling {rope_type!r} isn't supported")
-        try:
-            heads = raw["num_attention_heads"]
-            return LlamaConfig(
-                num_layers=raw["num_hidden_layers"],
-                hidden_size=raw["hidden_size"],
-                num_heads=heads,
-                num_kv_heads=raw.get("num_key_value_heads") or heads,
-                head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
-                intermediate_size=raw["intermediate_size"],
-                vocab_size=raw["vocab_size"],
-                max_context_tokens=raw["max_position_embeddings"],
-                rope_theta=rope.get("rope_theta") or raw.get("rope_theta", 10_000.0),
-                rms_norm_epsilon=raw["rms_norm_eps"],
-                has_tied_embeddings=raw.get("tie_word_embeddings", False),
+        adds_bos, adds_eos = settings.get("add_bos_token"), settings.get("add_eos_token")
+        if adds_bos is not None or adds_eos is not None:
+            add_around_prompts(
+                backend, bos_token if adds_bos else "", eos_token if adds_eos else ""
             )
-        except KeyError as error:
-            raise ModelLoadError(path, f"{error} is missing") from error
-        except ModelConfigError as error:
-            raise ModelLoadError(path, f"{error}") from error
-
-    def _find_tensors(self) -> dict[str, Path]:
-        index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            shards: dict[str, str] = _read_json(index).get("weight_map", {})
-            return {name: self.path / shard for name, shard in shards.items()}
-        file = self.path / "model.safetensors"
-        if not file.is_file():
-            raise ModelLoadError(file, "is missing")
+        template, template_path = self._chat_template(settings)
+        eos_token_id = backend.token_to_id(eos_token)
         try:
-            with safe_open(file, framework="pt") as tensors:
-                return dict.fromkeys(tensors.keys(), file)
-        except (SafetensorError, OSError) as error:
-            raise ModelLoadError(file, f"can't be read: {error}") from error
+            return Tokenizer(
+                backend,
+                chat_template=template,
+                eos_token_ids=self._eos_token_ids
+                | (frozenset() if eos_token_id is None else {eos_token_id}),
+                bos_token=bos_token,
+                eos_token=eos_token,
+            )
+        except UnsupportedTokenizerError as error:
+            raise ModelLoadError(path, f"{error}") from error
+        except ChatTemplateError as error:
+            raise ModelLoadError(template_path, f"{error}") from error
+
+    def _chat_template(self, settings: dict[str, Any]) -> tuple[str | None, Path]:
+        """Return the template and the file that it is from."""
+        path = self._directory / _TEMPLATE_FILE
+        if path.is_file():
+            try:
+                return path.read_text(encoding="utf-8"), path
+            except (OSError, ValueError) as error:
+                raise ModelLoadError(path, f"can't be read: {error}") from error
+        path = self._directory / _TOKENIZER_SETTINGS_FILE
+        found = settings.get("chat_template")
+        if isinstance(found, list):
+            # Several by name; the others are for tools and retrieval.
+            named = {entry.get("name"): entry.get("template") for entry in found}
+            found = named.get("default")
+        if found is not None and not isinstance(found, str):
+            raise ModelLoadError(path, f"chat_template must be text, got {found!r}")
+        return found, path
 
 
-def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.is_file():
-        return {}
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(path, f"can't be read: {error}") from error
-    return content
+def _find_tensors(path: Path) -> dict[str, SafetensorsFile]:
+    """The file of each tensor, sharded or not."""
+    if (path / _WEIGHTS_FILE).is_file() or not (path / _INDEX_FILE).is_file():
+        file = SafetensorsFile(path / _WEIGHTS_FILE)
+        return dict.fromkeys(file.names, file)
+    index = path / _INDEX_FILE
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(shard, str) for shard in weight_map.values()
+    ):
+        raise ModelLoadError(index, "weight_map must map names of tensors to names of files")
+    shards = {name: SafetensorsFile(path / name) for name in sorted({*weight_map.values()})}
+    for name, shard in weight_map.items():
+        if name not in shards[shard].names:
+            problem = f"is missing, though {_INDEX_FILE} says that it is here"
+            raise ModelLoadError(path / shard, problem, tensor=name)
+    return {name: shards[shard] for name, shard in weight_map.items()}
 
 
-def _token_text(token: str | dict[str, Any] | None) -> str:
+def _token_text(token: object, path: Path, field: str) -> str:
     if token is None:
         return ""
-    return token if isinstance(token, str) else str(token["content"])
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise ModelLoadError(path, f"{field} must be a token's text, got {token!r}")
+    return text

@@ -6,25 +6,26 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
-import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
+from tidegate_engine.model.chat_template import ChatTemplate, ChatTemplateError
 from tidegate_engine.model.errors import ModelLoadError
+from tidegate_engine.model.spelling import UnsupportedTokenizerError, spelling_of
 
 _BACKEND_FILE = "tokenizer.json"
 _CHAT_FILE = "chat.json"
 
 
-class ChatTemplateError(ValueError):
-    """The messages can't be turned into a prompt: the model has no template, or it refuses them."""
-
-
 class Tokenizer:
-    """A byte-level BPE tokenizer and the model's chat template.
+    """A BPE tokenizer, byte-level or as SentencePiece makes it, and the model's chat template.
 
     Attributes:
         eos_token_ids: Tokens that end an answer.
+
+    Raises:
+        UnsupportedTokenizerError: The backend is of another kind.
+        ChatTemplateError: The template isn't valid.
     """
 
     def __init__(
@@ -38,9 +39,18 @@ class Tokenizer:
     ) -> None:
         self.eos_token_ids = eos_token_ids
         self._backend = backend
-        self._chat_template = chat_template
-        self._bos_token = bos_token
-        self._eos_token = eos_token
+        self._spell_token = spelling_of(backend)
+        self._chat = {
+            "chat_template": chat_template,
+            "eos_token_ids": sorted(eos_token_ids),
+            "bos_token": bos_token,
+            "eos_token": eos_token,
+        }
+        self._template = (
+            None
+            if chat_template is None
+            else ChatTemplate(chat_template, bos_token=bos_token, eos_token=eos_token)
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -54,7 +64,8 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of `token_ids`, special tokens left out.
 
-        Bytes that aren't UTF-8 become U+FFFD.
+        Bytes that aren't UTF-8 become U+FFFD. A blank that the model's tokenizer puts before a text
+        stays: the tokens may continue another text.
         """
         return b"".join(map(self._spell, token_ids)).decode("utf-8", "replace")
 
@@ -73,15 +84,9 @@ class Tokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return the prompt of `apply_chat_template` as text."""
-        try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                add_generation_prompt=True,
-                bos_token=self._bos_token,
-                eos_token=self._eos_token,
-            )
-        except (jinja2.TemplateError, TypeError) as error:
-            raise ChatTemplateError(f"messages: {error}") from error
+        if self._template is None:
+            raise ChatTemplateError("messages: this model has no chat template")
+        return self._template.render(messages)
 
     def _spell(self, token_id: int) -> bytes:
         # Embedding tables are often padded: such ids have no text.
@@ -92,33 +97,17 @@ class Tokenizer:
         """The bytes of every token by id; of special ones none."""
         added = self._backend.get_added_tokens_decoder()
         special = {i for i, token in added.items() if token.special}
-        byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         spellings = [b""] * (max(vocabulary.values()) + 1)
         for token, i in vocabulary.items():
             if i not in special:
-                spellings[i] = _to_bytes(token, byte_of)
+                spellings[i] = self._spell_token(token)
         return tuple(spellings)
-
-    @cached_property
-    def _template(self) -> jinja2.Template:
-        if self._chat_template is None:
-            raise ChatTemplateError("messages: this model has no chat template")
-        # Templates come with the model: they may compute, but not reach Python's objects.
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _refuse
-        return environment.from_string(self._chat_template)
 
     def save(self, directory: Path) -> None:
         """Write the tokenizer as files that `load` reads."""
         self._backend.save(str(directory / _BACKEND_FILE), pretty=False)
-        chat = {
-            "chat_template": self._chat_template,
-            "eos_token_ids": sorted(self.eos_token_ids),
-            "bos_token": self._bos_token,
-            "eos_token": self._eos_token,
-        }
-        (directory / _CHAT_FILE).write_text(json.dumps(chat, indent=1))
+        (directory / _CHAT_FILE).write_text(json.dumps(self._chat, indent=1), encoding="utf-8")
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
@@ -129,7 +118,7 @@ class Tokenizer:
         """
         path = directory / _CHAT_FILE
         try:
-            chat = json.loads(path.read_text())
+            chat = json.loads(path.read_text(encoding="utf-8"))
             chat["eos_token_ids"] = frozenset(chat["eos_token_ids"])
             return cls(load_backend(directory / _BACKEND_FILE), **chat)
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -164,29 +153,27 @@ def load_backend(path: Path) -> Backend:
     if not path.is_file():
         raise ModelLoadError(path, "is missing")
     try:
-        return Backend.from_file(str(path))
+        backend = Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises no narrower type
         raise ModelLoadError(path, f"can't be read as a tokenizer: {error}") from error
+    # Left over from training in some models; prompts would be cut without a word.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
-def _byte_alphabet() -> list[str]:
-    """The character that byte-level BPE writes for each byte.
+def add_around_prompts(backend: Backend, first: str, last: str) -> None:
+    """Let prompts begin and end with these special tokens; an empty name adds none.
 
-    Printable Latin-1 stands for itself; the others are moved, in order, to 256 and above, so that
-    no token holds a blank or a control character.
+    Raises:
+        UnsupportedTokenizerError: The vocabulary hasn't got such a token.
     """
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    moved = {byte: chr(256 + i) for i, byte in enumerate(hidden)}
-    return [moved.get(byte, chr(byte)) for byte in range(256)]
-
-
-def _to_bytes(token: str, byte_of: Mapping[str, int]) -> bytes:
-    # Tokens added to the vocabulary may be plain text instead.
-    if all(char in byte_of for char in token):
-        return bytes(byte_of[char] for char in token)
-    return token.encode()
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
+    names = [name for name in (first, last) if name]
+    ids = [backend.token_to_id(name) for name in names]
+    for name, token_id in zip(names, ids, strict=True):
+        if token_id is None:
+            raise UnsupportedTokenizerError(f"{name!r} isn't in the vocabulary")
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*([first] if first else []), "$A", *([last] if last else [])],
+        special_tokens=[*zip(names, ids, strict=True)],
+    )

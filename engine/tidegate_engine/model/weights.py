@@ -1,6 +1,6 @@
 """The tensors of a Llama-family model, in the form that the forward pass uses."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -52,75 +52,61 @@ class LlamaWeights:
 class TensorSource(Protocol):
     """A model file, read tensor by tensor under Hugging Face's names."""
 
-    @property
-    def path(self) -> Path:
-        """For messages."""
+    def locate(self, name: str) -> tuple[Path, str]:
+        """Return the file of a tensor and its name there, for messages; it needn't exist."""
         ...
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor in float32, its rows in Hugging Face's order.
+        """Return a tensor, its rows in Hugging Face's order, in any floating point dtype.
+
+        It may be a view of the file, and isn't written to.
 
         Raises:
             ModelLoadError: There is none of that name, or it can't be read.
         """
         ...
 
-    def unread(self) -> tuple[str, ...]:
-        """Names of the tensors that `read` never returned, in the source's own words."""
+    def unread(self) -> Sequence[tuple[Path, str]]:
+        """File and name there of the tensors that `read` never returned."""
         ...
 
 
-def assemble(config: LlamaConfig, source: TensorSource) -> dict[str, Tensor]:
-    """Read a model into fused tensors, named as `from_tensors` takes them.
+# Name of a tensor as a source has it, and its shape.
+_Part = tuple[str, tuple[int, ...]]
+
+
+def assemble(
+    config: LlamaConfig,
+    source: TensorSource,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[str, Tensor]]:
+    """Read a model into fused tensors, one after the other, named as `from_tensors` takes them.
+
+    No more than one of them is held beside those that the caller keeps. Where a tensor is needed
+    as the source has it, it is the source's own, not a copy.
 
     Raises:
         ModelLoadError: A tensor is missing, has the wrong shape, or has no place in the model
             (biases, say: leaving them out would change every output without a word).
     """
-    hidden, wide = config.hidden_size, config.intermediate_size
-
-    def read(name: str, *shape: int) -> Tensor:
-        tensor = source.read(name)
-        check_shape(source.path, name, tensor, shape)
-        return tensor
-
-    tensors = {"embedding": read("model.embed_tokens.weight", config.vocab_size, hidden)}
-    for i in range(config.num_layers):
-        theirs, ours = f"model.layers.{i}", f"layers.{i}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        query = read(f"{attention}.q_proj.weight", config.query_size, hidden)
-        key = read(f"{attention}.k_proj.weight", config.kv_size, hidden)
-        value = read(f"{attention}.v_proj.weight", config.kv_size, hidden)
-        gate = read(f"{mlp}.gate_proj.weight", wide, hidden)
-        up = read(f"{mlp}.up_proj.weight", wide, hidden)
-        tensors |= {
-            f"{ours}.attention_norm": read(f"{theirs}.input_layernorm.weight", hidden),
-            f"{ours}.qkv": torch.cat((query, key, value)),
-            f"{ours}.attention_output": read(
-                f"{attention}.o_proj.weight", hidden, config.query_size
-            ),
-            f"{ours}.mlp_norm": read(f"{theirs}.post_attention_layernorm.weight", hidden),
-            f"{ours}.gate_up": torch.cat((gate, up)),
-            f"{ours}.down": read(f"{mlp}.down_proj.weight", hidden, wide),
-        }
-        if config.has_qkv_bias:
-            query_bias = read(f"{attention}.q_proj.bias", config.query_size)
-            key_bias = read(f"{attention}.k_proj.bias", config.kv_size)
-            value_bias = read(f"{attention}.v_proj.bias", config.kv_size)
-            tensors[f"{ours}.qkv_bias"] = torch.cat((query_bias, key_bias, value_bias))
-        if config.has_qk_norm:
-            tensors[f"{ours}.query_norm"] = read(f"{attention}.q_norm.weight", config.head_size)
-            tensors[f"{ours}.key_norm"] = read(f"{attention}.k_norm.weight", config.head_size)
-    tensors["final_norm"] = read("model.norm.weight", hidden)
-    if not config.has_tied_embeddings:
-        tensors["output"] = read("lm_head.weight", config.vocab_size, hidden)
+    for name, parts in _layout(config):
+        tensors = [source.read(part) for part, _ in parts]
+        for (part, shape), tensor in zip(parts, tensors, strict=True):
+            _check_shape(*source.locate(part), tensor, shape)
+        if len(parts) == 1:
+            yield name, tensors[0].to(device=device, dtype=dtype)
+            continue
+        whole = torch.empty(_fused_shape(parts), dtype=dtype, device=device)
+        places = torch.split(whole, [len(tensor) for tensor in tensors])
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor)
+        yield name, whole
     if unread := source.unread():
-        raise ModelLoadError(
-            source.path,
-            f"has no place in a plain Llama model ({len(unread)} such tensors)",
-            tensor=unread[0],
-        )
-    return tensors
+        path, name = unread[0]
+        problem = f"has no place in a model of this architecture ({len(unread)} such tensors)"
+        raise ModelLoadError(path, problem, tensor=name)
 
 
 def from_tensors(config: LlamaConfig, tensors: Mapping[str, Tensor], path: Path) -> LlamaWeights:
@@ -129,11 +115,11 @@ def from_tensors(config: LlamaConfig, tensors: Mapping[str, Tensor], path: Path)
     Raises:
         ModelLoadError: A tensor is missing or has the wrong shape.
     """
-    shapes = dict(fused_shapes(config))
+    shapes = {name: _fused_shape(parts) for name, parts in _layout(config)}
     for name, shape in shapes.items():
         if name not in tensors:
             raise ModelLoadError(path, "is missing", tensor=name)
-        check_shape(path, name, tensors[name], shape)
+        _check_shape(path, name, tensors[name], shape)
     embedding = tensors["embedding"]
     return LlamaWeights(
         embedding=embedding,
@@ -152,29 +138,50 @@ def from_tensors(config: LlamaConfig, tensors: Mapping[str, Tensor], path: Path)
     )
 
 
-def fused_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor that `from_tensors` needs."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    yield "embedding", (config.vocab_size, hidden)
+def _layout(config: LlamaConfig) -> Iterator[tuple[str, tuple[_Part, ...]]]:
+    """Every fused tensor, and what it consists of, one part below the other."""
+    hidden = config.hidden_size
+    yield "embedding", (("model.embed_tokens.weight", (config.vocab_size, hidden)),)
     for i in range(config.num_layers):
-        yield f"layers.{i}.attention_norm", (hidden,)
-        yield f"layers.{i}.qkv", (config.query_size + 2 * config.kv_size, hidden)
-        yield f"layers.{i}.attention_output", (hidden, config.query_size)
-        yield f"layers.{i}.mlp_norm", (hidden,)
-        yield f"layers.{i}.gate_up", (2 * wide, hidden)
-        yield f"layers.{i}.down", (hidden, wide)
-        if config.has_qkv_bias:
-            yield f"layers.{i}.qkv_bias", (config.query_size + 2 * config.kv_size,)
-        if config.has_qk_norm:
-            yield f"layers.{i}.query_norm", (config.head_size,)
-            yield f"layers.{i}.key_norm", (config.head_size,)
-    yield "final_norm", (hidden,)
+        for field, parts in _layer_layout(config).items():
+            yield (
+                f"layers.{i}.{field}",
+                tuple((f"model.layers.{i}.{part}", shape) for part, shape in parts),
+            )
+    yield "final_norm", (("model.norm.weight", (hidden,)),)
     if not config.has_tied_embeddings:
-        yield "output", (config.vocab_size, hidden)
+        yield "output", (("lm_head.weight", (config.vocab_size, hidden)),)
 
 
-def check_shape(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise ModelLoadError when a tensor isn't of the shape that the configuration says."""
+def _layer_layout(config: LlamaConfig) -> dict[str, tuple[_Part, ...]]:
+    hidden, wide, head = config.hidden_size, config.intermediate_size, config.head_size
+    heads = {"q": config.query_size, "k": config.kv_size, "v": config.kv_size}
+
+    def projections(suffix: str, *shape: int) -> tuple[_Part, ...]:
+        return tuple((f"self_attn.{x}_proj.{suffix}", (heads[x], *shape)) for x in heads)
+
+    layout: dict[str, tuple[_Part, ...]] = {
+        "attention_norm": (("input_layernorm.weight", (hidden,)),),
+        "qkv": projections("weight", hidden),
+        "attention_output": (("self_attn.o_proj.weight", (hidden, config.query_size)),),
+        "mlp_norm": (("post_attention_layernorm.weight", (hidden,)),),
+        "gate_up": tuple((f"mlp.{x}_proj.weight", (wide, hidden)) for x in ("gate", "up")),
+        "down": (("mlp.down_proj.weight", (hidden, wide)),),
+    }
+    if config.has_qkv_bias:
+        layout["qkv_bias"] = projections("bias")
+    if config.has_qk_norm:
+        layout["query_norm"] = (("self_attn.q_norm.weight", (head,)),)
+        layout["key_norm"] = (("self_attn.k_norm.weight", (head,)),)
+    return layout
+
+
+def _fused_shape(parts: tuple[_Part, ...]) -> tuple[int, ...]:
+    _, (_, *columns) = parts[0]
+    return (sum(shape[0] for _, shape in parts), *columns)
+
+
+def _check_shape(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ModelLoadError(
             path,
