@@ -28,6 +28,7 @@ _REJECTION_STATUS = {
     RejectionCode.TENANT_STOPPED: 403,
     RejectionCode.UNKNOWN_TENANT: 401,
     RejectionCode.NO_POLICY: 503,
+    RejectionCode.SHED: 429,
 }
 _HTTP_CODES = {404: "unknown_path", 405: "method_not_allowed"}
 _VALIDATION_CODES = {
@@ -275,7 +276,9 @@ async def answer_http_exception(request: HttpRequest, error: Exception) -> JsonR
     if not isinstance(error, HTTPException):
         raise error
     code = _HTTP_CODES.get(error.status_code, "bad_request")
-    return await answer_api_error(request, ApiError(error.status_code, code, f"{error.detail}."))
+    answer = await answer_api_error(request, ApiError(error.status_code, code, f"{error.detail}."))
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 async def answer_defect(request: HttpRequest, _: Exception) -> JsonResponse:
