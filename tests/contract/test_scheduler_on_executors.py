@@ -9,6 +9,7 @@ from tidegate_engine.core.request import Request
 from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.core.sequence import Phase
 from tidegate_policies.snapshot import PolicySnapshot, PreemptionMode, PreemptionRule
+from tidegate_testing.devices import ON_CUDA
 from tidegate_testing.executors import BLOCK_SIZE
 from tidegate_testing.lab import GREEDY, SEEDED, Lab, a_load, some_tokens
 from tidegate_testing.policies import a_tenant
@@ -24,11 +25,12 @@ MODES = (PreemptionMode.RECOMPUTE, PreemptionMode.SWAP)
 
 
 def each_of(**choices: Iterable[object]) -> pytest.MarkDecorator:
-    """All combinations on the executors that are fast; the last one with SmolLM2."""
+    """All combinations on the executors that are fast; the last one with SmolLM2, and on CUDA."""
     combinations = [*product(*choices.values())]
     cases = [
         *(pytest.param("simulated", *each) for each in combinations),
         *(pytest.param("torch", *each) for each in combinations),
+        pytest.param("torch-cuda", *combinations[-1], marks=ON_CUDA),
         pytest.param("smollm2", *combinations[-1], marks=pytest.mark.model),
     ]
     return pytest.mark.parametrize(("executor", *choices), cases, indirect=["executor"])

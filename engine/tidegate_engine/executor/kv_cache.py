@@ -52,7 +52,8 @@ class KvCache:
         """Reserve both pools. On a CPU the system hands out their pages as blocks are first used.
 
         Raises:
-            KvCacheError: A size isn't above 0, or that of the host's pool below 0.
+            KvCacheError: A size isn't above 0, that of the host's pool is below 0, or there is no
+                memory for one.
         """
         for parameter, value in (("num_blocks", num_blocks), ("block_size", block_size)):
             if value < 1:
@@ -62,8 +63,10 @@ class KvCache:
         is_cuda = torch.device(device).type == "cuda"
         shape = _block_shape(config, block_size)
         block_bytes = cls.block_bytes(config, block_size, dtype)
-        pool = _zeros((num_blocks + 1) * block_bytes, device)
-        host_pool = _zeros(num_host_blocks * block_bytes, "cpu", is_pinned=is_cuda)
+        pool = _zeros("num_blocks", (num_blocks + 1) * block_bytes, device)
+        host_pool = _zeros(
+            "num_host_blocks", num_host_blocks * block_bytes, "cpu", is_pinned=is_cuda
+        )
         return cls(
             pool.view(dtype).view(num_blocks + 1, *shape),
             host_pool.view(dtype).view(num_host_blocks, *shape),
@@ -97,10 +100,15 @@ def _block_shape(config: LlamaConfig, block_size: int) -> tuple[int, ...]:
     return (config.num_layers, 2, block_size, config.num_kv_heads, config.head_size)
 
 
-def _zeros(num_bytes: int, device: torch.device | str, *, is_pinned: bool = False) -> Tensor:
+def _zeros(
+    parameter: str, num_bytes: int, device: torch.device | str, *, is_pinned: bool = False
+) -> Tensor:
     # Zeros, since what lies behind the last token of a block is read, and masked: but garbage may
     # be NaN, which no mask hides. NumPy's come from the system, which clears a page when it is
     # first touched; PyTorch's CPU allocator would touch all of them now.
-    if num_bytes and torch.device(device).type == "cpu" and not is_pinned:
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8))
-    return torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+    try:
+        if num_bytes and torch.device(device).type == "cpu" and not is_pinned:
+            return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=device, pin_memory=is_pinned)
+    except (MemoryError, RuntimeError) as error:
+        raise KvCacheError(parameter, f"asks for {num_bytes} bytes: {error}") from error

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tidegate_engine.executor.kv_cache import KvCache, KvCacheError
+from tidegate_testing.devices import DEVICES
 from tidegate_testing.models import TINY
 
 
@@ -47,3 +48,34 @@ def test_a_pool_without_room_is_refused(sizes: tuple[int, int, int], parameter: 
             TINY, num_blocks=num_blocks, block_size=block_size, num_host_blocks=num_host_blocks
         )
     assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_host_pool_is_pinned_where_the_pool_is_on_cuda(device: str) -> None:
+    cache = KvCache.allocate(TINY, num_blocks=2, num_host_blocks=3, block_size=4, device=device)
+    assert cache.pool.device.type == device
+    assert cache.host_pool.device.type == "cpu"
+    assert cache.host_pool.is_pinned() == cache.host_pool[1:2].is_pinned() == (device == "cuda")
+    assert not cache.pool.any()
+    assert not cache.host_pool.any()
+
+
+def test_both_pools_are_of_as_many_bytes_as_their_blocks() -> None:
+    cache = KvCache.allocate(
+        TINY, num_blocks=7, num_host_blocks=3, block_size=8, dtype=torch.bfloat16
+    )
+    # Layers, keys and values, tokens, heads, head size, bytes of a bfloat16.
+    block = 2 * 2 * 8 * 2 * 8 * 2
+    assert KvCache.block_bytes(TINY, 8, torch.bfloat16) == block
+    assert cache.pool.nbytes == (7 + 1) * block
+    assert cache.host_pool.nbytes == 3 * block
+    assert (cache.num_blocks, cache.num_host_blocks, cache.block_size) == (7, 3, 8)
+
+
+def test_a_pool_that_the_memory_cannot_hold_is_refused_with_its_bytes() -> None:
+    block = KvCache.block_bytes(TINY, 16, torch.float32)
+    with pytest.raises(KvCacheError, match="num_blocks asks for 1125899906842624 bytes") as caught:
+        KvCache.allocate(TINY, num_blocks=(1 << 50) // block - 1, block_size=16)
+    assert caught.value.parameter == "num_blocks"
+    with pytest.raises(KvCacheError, match="num_host_blocks asks for"):
+        KvCache.allocate(TINY, num_blocks=1, num_host_blocks=(1 << 50) // block, block_size=16)

@@ -1,5 +1,7 @@
 import dataclasses
+import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,18 +60,72 @@ def test_a_row_cannot_name_the_scratch_block(executor: TorchExecutor) -> None:
         executor.execute(plan(plan_row([1], [40])))
 
 
-def test_on_a_cpu_a_swap_is_complete_with_its_step(executor: TorchExecutor) -> None:
+def test_a_swap_does_not_hold_its_step_up(
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(np, "copyto", lambda *_: released.wait())
     swaps = (SwapCopy(1, "a", (3,), (5,)), SwapCopy(2, "b", (4,), (6,)))
-    result = executor.execute(
-        StepPlan(
-            step=1,
-            revision=1,
-            rows=(plan_row(PROMPT, [0, 1, 2]),),
-            swap_out=swaps,
-            num_open_fences=2,
-        )
+    row = plan_row(PROMPT, [0, 1, 2])
+    step = StepPlan(step=1, revision=1, rows=(row,), num_open_fences=2)
+    try:
+        begun = executor.execute(dataclasses.replace(step, swap_out=swaps))
+        assert (list(begun.tokens), begun.passed_fences) == (["r"], ())
+        assert executor.execute(step).passed_fences == ()
+    finally:
+        released.set()
+    waiting = dataclasses.replace(step, rows=())
+    passed: tuple[int, ...] = ()
+    while len(passed) < 2:
+        passed += executor.execute(waiting).passed_fences
+    assert passed == (1, 2)
+
+
+def test_a_swap_that_broke_off_fails_each_later_step(
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    def copyto(*_: object) -> None:
+        released.wait()
+        raise MemoryError("no page left")
+
+    monkeypatch.setattr(np, "copyto", copyto)
+    row = plan_row(PROMPT, [0, 1, 2])
+    step = StepPlan(step=4, revision=1, rows=(row,), num_open_fences=1)
+    executor.execute(dataclasses.replace(step, swap_out=(SwapCopy(1, "a", (3,), (5,)),)))
+    released.set()
+    waiting = dataclasses.replace(step, rows=())
+    for each in (waiting, step, plan(row)):
+        problem = f"step {each.step}: swap 1 of request a: MemoryError: no page left"
+        with pytest.raises(ExecutorError, match=problem):
+            executor.execute(each)
+
+
+def test_blocks_of_a_failed_steps_own_swaps_may_be_used_at_once(executor: TorchExecutor) -> None:
+    out, back = SwapCopy(1, "a", (3, 4), (5, 6)), SwapCopy(2, "b", (7,), (8,))
+    failing = StepPlan(
+        step=3,
+        revision=1,
+        rows=(plan_row([1], [], request_id="short"),),
+        swap_out=(out,),
+        swap_in=(back,),
+        num_open_fences=2,
     )
-    assert result.passed_fences == (1, 2)
+    with pytest.raises(ExecutorError, match="step 3: row of request short"):
+        executor.execute(failing)
+    again = SwapCopy(3, "c", (3,), (8,))
+    step = StepPlan(
+        step=4,
+        revision=1,
+        rows=(plan_row(PROMPT, [7, 4, 5]),),
+        swap_out=(again,),
+        num_open_fences=1,
+    )
+    passed = executor.execute(step).passed_fences
+    while not passed:
+        passed = executor.execute(StepPlan(step=4, revision=1, num_open_fences=1)).passed_fences
+    assert passed == (3,)
 
 
 def test_an_empty_plan_computes_nothing(executor: TorchExecutor) -> None:

@@ -13,6 +13,7 @@ from tidegate_engine.executor.simulated import SimulatedExecutor
 from tidegate_engine.executor.step_cost import AffineCost
 from tidegate_engine.executor.torch_executor import TorchExecutor
 from tidegate_engine.model.loader import LoadedModel
+from tidegate_testing.devices import moved
 from tidegate_testing.sampling import a_context
 
 BLOCK_SIZE = 4
@@ -23,15 +24,16 @@ STEP_SECONDS = 1.0
 SWAP_BLOCK_SECONDS = 0.75
 
 
-def a_torch_executor(model: LoadedModel) -> TorchExecutor:
+def a_torch_executor(model: LoadedModel, device: str = "cpu") -> TorchExecutor:
     """Build an executor of 64 blocks of 4 tokens, and 16 on the host."""
     cache = KvCache.allocate(
         model.config,
         num_blocks=NUM_BLOCKS,
         num_host_blocks=NUM_HOST_BLOCKS,
         block_size=BLOCK_SIZE,
+        device=device,
     )
-    return TorchExecutor(model, cache)
+    return TorchExecutor(moved(model, device), cache)
 
 
 def a_slow_executor(clock: Clock | None = None) -> SimulatedExecutor:
