@@ -1,10 +1,7 @@
 """Nothing is computed for nobody: every way in which a request ends before its end."""
 
-import json
-import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import httpx
 import openai
@@ -19,11 +16,10 @@ from tidegate_testing.engines import (
     a_keyed_tenant,
     a_running_engine,
     a_served_model,
-    key_of,
 )
 from tidegate_testing.policies import a_snapshot
+from tidegate_testing.raw_requests import ENDLESS, a_raw_request
 
-ENDLESS = 15_000  # three of them are expected to fit the KV pool, so they run together
 STEP_SECONDS = 0.001
 
 
@@ -37,31 +33,6 @@ def engine() -> Iterator[RunningEngine]:
     )
     with a_running_engine(policy, step_seconds=STEP_SECONDS) as running:
         yield running
-
-
-@contextmanager
-def a_raw_request(
-    engine: RunningEngine,
-    *,
-    tenant: str = "acme",
-    receive_buffer: int | None = None,
-    **body: object,
-) -> Iterator[socket.socket]:
-    """Send a completion request by hand; closing the socket is hanging up."""
-    content = json.dumps(
-        {"model": MODEL, "prompt": "Hello", "max_tokens": ENDLESS, **body}
-    ).encode()
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: engine\r\n"
-        f"authorization: Bearer {key_of(tenant)}\r\n"
-        f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    )
-    with socket.socket() as connection:
-        if receive_buffer is not None:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        connection.connect(("127.0.0.1", engine.port))
-        connection.sendall(head.encode() + content)
-        yield connection
 
 
 def wait_until_running(engine: RunningEngine, *, requests: int = 1) -> None:
@@ -81,7 +52,7 @@ def cancelled(engine: RunningEngine, *, tenant: str = "acme", cause: str, state:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_ends_its_request(engine: RunningEngine, *, stream: bool) -> None:
-    with a_raw_request(engine, stream=stream):
+    with a_raw_request(engine.port, stream=stream):
         wait_until_running(engine)
     wait_until_idle(engine)
     assert cancelled(engine, cause="disconnect", state="running") == 1
@@ -89,7 +60,7 @@ def test_a_client_that_hangs_up_ends_its_request(engine: RunningEngine, *, strea
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_hanging_up_ends_all_choices(engine: RunningEngine, *, stream: bool) -> None:
-    with a_raw_request(engine, stream=stream, n=3):
+    with a_raw_request(engine.port, stream=stream, n=3):
         wait_until_running(engine, requests=3)
     wait_until_idle(engine)
     assert cancelled(engine, cause="disconnect", state="running") == 3
@@ -97,9 +68,9 @@ def test_hanging_up_ends_all_choices(engine: RunningEngine, *, stream: bool) -> 
 
 def test_hanging_up_ends_a_request_that_still_waits() -> None:
     with a_running_engine(step_seconds=STEP_SECONDS, max_num_seqs=1) as engine:
-        with a_raw_request(engine):
+        with a_raw_request(engine.port):
             wait_until_running(engine)
-            with a_raw_request(engine):
+            with a_raw_request(engine.port):
                 eventually(lambda: engine.stats().scheduler.waiting == 1, "a waiting request")
             eventually(lambda: engine.stats().scheduler.waiting == 0, "its end")
             assert cancelled(engine, cause="disconnect", state="waiting") == 1
@@ -110,7 +81,7 @@ def test_hanging_up_ends_a_request_that_still_waits() -> None:
 def test_a_tenant_may_let_its_requests_go_on_when_it_hangs_up(
     engine: RunningEngine, *, stream: bool
 ) -> None:
-    with a_raw_request(engine, tenant="patient", stream=stream, max_tokens=300):
+    with a_raw_request(engine.port, tenant="patient", stream=stream, max_tokens=300):
         wait_until_running(engine)
     wait_until_idle(engine)
     assert engine.sample("tidegate_tokens_total", tenant="patient", kind="output") == 300
@@ -128,7 +99,7 @@ def test_who_hangs_up_while_the_prompt_is_encoded_gets_no_step(
     )
     long = "x" * (ENCODE_INLINE_CHARS + 1)
     with a_running_engine(policy, model=a_served_model(tokenizer=tokenizer)) as engine:
-        with a_raw_request(engine, tenant=tenant, stream=stream, prompt=long, max_tokens=1):
+        with a_raw_request(engine.port, tenant=tenant, stream=stream, prompt=long, max_tokens=1):
             assert tokenizer.begun.wait(timeout=10)
         # The event loop has seen the end of that connection once it has served a later one.
         assert engine.http().get("/healthz").status_code == 200
@@ -179,7 +150,7 @@ def test_a_whole_answer_is_cancelled_by_its_id(engine: RunningEngine) -> None:
 
 
 def test_only_ones_own_requests_can_be_cancelled(engine: RunningEngine) -> None:
-    with a_raw_request(engine):
+    with a_raw_request(engine.port):
         wait_until_running(engine)
         [request_id] = engine.service.generations.running_ids
         others = engine.http("zeta").delete(f"/v1/requests/{request_id}")
@@ -194,7 +165,7 @@ def test_only_ones_own_requests_can_be_cancelled(engine: RunningEngine) -> None:
 def test_a_reader_that_is_too_slow_is_cancelled() -> None:
     with (
         a_running_engine(max_unread_events=64) as engine,
-        a_raw_request(engine, stream=True, receive_buffer=1024),
+        a_raw_request(engine.port, stream=True, receive_buffer=1024),
     ):
         eventually(
             lambda: cancelled(engine, cause="slow_reader", state="running") == 1,

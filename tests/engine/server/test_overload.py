@@ -1,0 +1,145 @@
+"""More than can be served: the rest is refused at once, and the engine lives on."""
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections import Counter
+from contextlib import ExitStack
+
+import pytest
+
+from tidegate_testing.cluster import eventually
+from tidegate_testing.engines import MODEL, RunningEngine, a_running_engine
+from tidegate_testing.raw_requests import a_completion, a_head, a_raw_request, connect
+
+SHORT = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
+
+
+def check_serves(engine: RunningEngine) -> None:
+    assert engine.http().post("/v1/completions", json=SHORT).status_code == 200
+
+
+def test_a_full_queue_is_503_at_once() -> None:
+    with a_running_engine(step_seconds=0.001, max_num_seqs=1, max_waiting=2) as engine:
+        with ExitStack() as clients:
+            for _ in range(3):
+                clients.enter_context(a_raw_request(engine.port))
+            eventually(lambda: engine.stats().scheduler.waiting == 2, "a full queue")
+            refused = engine.http().post("/v1/completions", json=SHORT)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+            assert 1 <= int(refused.headers["retry-after"]) <= 60
+            assert engine.stats().scheduler.waiting == 2
+        eventually(engine.is_idle, "an idle engine")
+        check_serves(engine)
+
+
+def test_thousands_of_callers_are_answered_or_refused_and_leave_nothing() -> None:
+    async def call(port: int, slots: asyncio.Semaphore) -> str:
+        async with slots:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(a_completion(max_tokens=2))
+            status = (await reader.readline()).split()[1].decode()
+            writer.close()
+            return status
+
+    async def call_all(port: int) -> Counter[str]:
+        slots = asyncio.Semaphore(400)
+        return Counter(await asyncio.gather(*(call(port, slots) for _ in range(2000))))
+
+    with a_running_engine(step_seconds=0.02, max_num_seqs=4, max_waiting=50) as engine:
+        statuses = asyncio.run(call_all(engine.port))
+        assert set(statuses) == {"200", "503"}
+        assert statuses.total() == 2000
+        generations = engine.service.generations
+        eventually(lambda: not generations.running_ids and engine.is_idle(), "an empty engine")
+        assert not generations._by_request
+        assert engine.stats().scheduler.kv_used_blocks == 0
+        check_serves(engine)
+
+
+def test_beyond_the_open_requests_work_is_refused_and_the_rest_served() -> None:
+    options = {"max_connections": 8}
+    with a_running_engine(step_seconds=0.001, http_options=options) as engine:
+        client = engine.http()
+        with ExitStack() as clients:
+            for _ in range(6):
+                clients.enter_context(a_raw_request(engine.port))
+            generations = engine.service.generations
+            eventually(lambda: len(generations.running_ids) == 6, "six open requests")
+            refused = client.post("/v1/completions", json=SHORT)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "engine_overloaded"
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.headers["x-tidegate-reason"] == "engine_overloaded"
+            assert client.get("/healthz").status_code == 200
+            cancelled = client.delete(f"/v1/requests/{generations.running_ids[0]}")
+            assert cancelled.status_code == 200
+            eventually(lambda: len(generations.running_ids) == 5, "a place")
+            assert client.post("/v1/completions", json=SHORT).status_code == 200
+        eventually(engine.is_idle, "an idle engine")
+
+
+def test_bodies_that_are_announced_and_never_come_do_not_block_others_for_long() -> None:
+    options = {"max_body_bytes": 1_000_000, "request_seconds": 0.5}
+    with a_running_engine(http_options=options) as engine, connect(engine.port) as silent:
+        silent.sendall(a_head(999_990))
+        client = engine.http()
+        eventually(
+            lambda: client.post("/v1/completions", json=SHORT).status_code == 503, "a refusal"
+        )
+        eventually(
+            lambda: client.post("/v1/completions", json=SHORT).status_code == 200, "an answer"
+        )
+        check_is_cut(silent)
+
+
+def test_a_body_of_unknown_length_counts_as_the_longest() -> None:
+    with a_running_engine(http_options={"max_body_bytes": 4_000_000}) as engine:
+        unknown = engine.http().post("/v1/completions", content=iter([b"{", b"}"]))
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (503, "engine_overloaded")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /healthz HTTP/1.1\r\nhost"])
+def test_a_connection_that_does_not_get_its_request_out_is_cut(sent: bytes) -> None:
+    with (
+        a_running_engine(http_options={"request_seconds": 0.2}) as engine,
+        connect(engine.port) as silent,
+    ):
+        silent.sendall(sent)
+        check_is_cut(silent)
+        check_serves(engine)
+
+
+def test_an_answer_may_take_longer_than_a_request_may() -> None:
+    with a_running_engine(step_seconds=0.01, http_options={"request_seconds": 0.2}) as engine:
+        began = time.monotonic()
+        answer = engine.http().post("/v1/completions", json={**SHORT, "max_tokens": 50})
+        assert answer.status_code == 200
+        assert time.monotonic() - began > 0.2
+
+
+def test_connections_beyond_the_most_are_cut_and_those_that_were_there_served() -> None:
+    with a_running_engine(http_options={"max_connections": 20}) as engine:
+        client = engine.http()
+        assert client.get("/healthz").status_code == 200
+        with ExitStack() as flood:
+            idle = [flood.enter_context(connect(engine.port)) for _ in range(19)]
+            for _ in range(200):
+                check_is_cut(flood.enter_context(connect(engine.port)))
+            assert client.post("/v1/completions", json=SHORT).status_code == 200
+            idle[0].sendall(a_completion(max_tokens=1))
+            assert idle[0].recv(1 << 16).startswith(b"HTTP/1.1 200")
+        eventually(lambda: serves_anew(engine), "a place for a new connection")
+
+
+def serves_anew(engine: RunningEngine) -> bool:
+    with contextlib.suppress(ConnectionError), connect(engine.port) as fresh:
+        fresh.sendall(a_completion(max_tokens=1))
+        return fresh.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    return False
+
+
+def check_is_cut(connection: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        assert connection.recv(1) == b""
