@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from tidegate_operator.resources import (
     Batching,
     EnginePool,
+    OnOverload,
     PreemptionPolicySpec,
     PriorityTier,
     Reclaim,
@@ -62,6 +63,7 @@ def service_rule(spec: ServiceLevelSpec) -> ServiceRule:
         itl_seconds=_seconds(spec.itl.target if spec.itl else None),
         queue_timeout_seconds=_seconds(spec.queue_timeout),
         request_timeout_seconds=_seconds(spec.request_timeout),
+        sheds=spec.on_overload is OnOverload.SHED,
     )
 
 

@@ -134,6 +134,7 @@ class ServiceRule:
         itl_seconds: Target of the time between two tokens: bounds the prefill beside its decodes.
         queue_timeout_seconds: A request that waited so long for its first token is dropped.
         request_timeout_seconds: A request that is not done after so long is dropped.
+        sheds: Whether a request that is predicted to miss `ttft_seconds` is refused at arrival.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
@@ -142,6 +143,7 @@ class ServiceRule:
     itl_seconds: Seconds | None = None
     queue_timeout_seconds: Seconds | None = None
     request_timeout_seconds: Seconds | None = None
+    sheds: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,7 +34,11 @@ PREEMPTION = PreemptionRule(
     reclaims=False,
 )
 SERVICE = ServiceRule(
-    ttft_seconds=0.5, itl_seconds=0.04, queue_timeout_seconds=30.0, request_timeout_seconds=5400.0
+    ttft_seconds=0.5,
+    itl_seconds=0.04,
+    queue_timeout_seconds=30.0,
+    request_timeout_seconds=5400.0,
+    sheds=True,
 )
 
 

@@ -1,5 +1,8 @@
 """What is decided about a request when it arrives: let it queue, or say why not."""
 
+from tidegate_engine.core.books import Books
+from tidegate_engine.core.limits import EngineLimits
+from tidegate_engine.core.overload import Overload, ttft_target
 from tidegate_engine.core.prefix_cache import BlockKeys
 from tidegate_engine.core.request import Rejection, RejectionCode, Request
 from tidegate_engine.core.sampling import SamplingContext
@@ -14,25 +17,85 @@ RETRY_SECONDS = 1.0
 _STOPPED = (StopPolicy.DRAIN, StopPolicy.CANCEL)
 
 
-def refuse_tenant(request: Request, tenant: Tenant | None, *, revision: int) -> Rejection | None:
-    """Tell why nobody of this identity is let in, or None."""
-    if not revision:
-        return Rejection(
-            code=RejectionCode.NO_POLICY,
-            message="no policy is in force yet",
-            retry_after_seconds=RETRY_SECONDS,
+class Arrivals:
+    """Lets requests in to queue.
+
+    Attributes:
+        accepted: Requests that were let in.
+        rejected: Requests that were not.
+    """
+
+    def __init__(self, books: Books) -> None:
+        """Work on the scheduler's own state."""
+        self.accepted = 0
+        self.rejected = 0
+        self._memory = books.memory
+        self._tenants = books.tenants
+        self._step_times = books.step_times
+        self._overload = Overload(books)
+
+    def begin_step(self) -> None:
+        """Judge anew: what runs and waits has changed."""
+        self._overload.begin_step()
+
+    def take(
+        self,
+        request: Request,
+        *,
+        revision: int,
+        num_waiting: int,
+        limits: EngineLimits,
+        now: float,
+    ) -> Sequence | Rejection:
+        """Begin the life of a request, or say why it is refused.
+
+        Args:
+            request: The arrival.
+            revision: Of the policy in force.
+            num_waiting: Requests of all tenants that are not in the batch.
+            limits: In force.
+            now: On the scheduler's clock.
+        """
+        tenant = self._tenants.declared(request.tenant)
+        if tenant is None:
+            self.rejected += 1
+            return _unknown(request) if revision else _no_policy()
+        cap_tokens = self._memory.cap_tokens_of(tenant)
+        rejection = (
+            refuse_stopped(tenant)
+            or refuse_prompt(request, tenant, cap_tokens=cap_tokens)
+            or refuse_for_queue(
+                request,
+                tenant,
+                num_tenants=self._tenants.num_declared,
+                num_waiting=num_waiting,
+                max_waiting=limits.max_waiting,
+            )
+            or self._overload.refuse(request, tenant, limits=limits)
         )
-    if tenant is None:
-        return Rejection(
-            code=RejectionCode.UNKNOWN_TENANT,
-            message=f"tenant {request.tenant!r} is not declared in this pool",
+        if rejection is not None:
+            self.rejected += 1
+            return rejection
+        self.accepted += 1
+        return new_sequence(
+            request,
+            tenant,
+            arrival=self.accepted,
+            now=now,
+            cap_tokens=cap_tokens,
+            block_size=self._memory.pool.block_size,
+            step_times=self._step_times,
         )
-    if tenant.rule.stop in _STOPPED:
-        return Rejection(
-            code=RejectionCode.TENANT_STOPPED,
-            message=f"tenant {request.tenant!r} is stopped by its policy",
-        )
-    return None
+
+
+def refuse_stopped(tenant: Tenant) -> Rejection | None:
+    """Tell whether the tenant's policy lets none of its requests in."""
+    if tenant.rule.stop not in _STOPPED:
+        return None
+    return Rejection(
+        code=RejectionCode.TENANT_STOPPED,
+        message=f"tenant {tenant.name!r} is stopped by its policy",
+    )
 
 
 def refuse_prompt(request: Request, tenant: Tenant, *, cap_tokens: int) -> Rejection | None:
@@ -58,9 +121,13 @@ def refuse_prompt(request: Request, tenant: Tenant, *, cap_tokens: int) -> Rejec
 
 
 def refuse_for_queue(
-    request: Request, tenant: Tenant, *, num_waiting: int, max_waiting: int
+    request: Request, tenant: Tenant, *, num_tenants: int, num_waiting: int, max_waiting: int
 ) -> Rejection | None:
-    """Tell whether the tenant's or the engine's queue is full."""
+    """Tell whether the tenant's or the engine's queue is full.
+
+    A quarter of the engine's queue is divided among the tenants, a part for each that the others
+    can't fill.
+    """
     rule, queue = tenant.rule, tenant.queue
     length = len(request.prompt_ids)
     if rule.max_queued is not None and len(queue) >= rule.max_queued:
@@ -71,11 +138,14 @@ def refuse_for_queue(
             f"{queue.num_tokens} prompt tokens of tenant {tenant.name!r}, with {length} more than"
             f" its limit of {most_tokens},"
         )
-    if num_waiting < max_waiting:
+    own_part = max_waiting // (4 * num_tenants)
+    others_parts = own_part * (num_tenants - 1)
+    if num_waiting < max_waiting - others_parts or tenant.waiting < own_part:
         return None
     return Rejection(
         code=RejectionCode.QUEUE_FULL,
-        message=f"{max_waiting} requests are waiting already",
+        message=f"{num_waiting} requests are waiting already, the limit is {max_waiting}, of which"
+        f" {others_parts} are for other tenants",
         retry_after_seconds=RETRY_SECONDS,
     )
 
@@ -124,8 +194,7 @@ def new_sequence(
         ),
         keys=BlockKeys(tenant.root, block_size),
     )
-    own, ruled = request.ttft_seconds, tenant.rule.service.ttft_seconds
-    ttft_seconds = ruled if own is None else own
+    ttft_seconds = ttft_target(request, tenant)
     if ttft_seconds is not None:
         prefill = StepFeatures(length, 0, 0, length * (length + 1) // 2)
         seq.deadline = now + ttft_seconds
@@ -145,5 +214,20 @@ def _tenant_queue_full(what: str) -> Rejection:
     return Rejection(
         code=RejectionCode.TENANT_QUEUE_FULL,
         message=f"{what} are waiting already",
+        retry_after_seconds=RETRY_SECONDS,
+    )
+
+
+def _unknown(request: Request) -> Rejection:
+    return Rejection(
+        code=RejectionCode.UNKNOWN_TENANT,
+        message=f"tenant {request.tenant!r} is not declared in this pool",
+    )
+
+
+def _no_policy() -> Rejection:
+    return Rejection(
+        code=RejectionCode.NO_POLICY,
+        message="no policy is in force yet",
         retry_after_seconds=RETRY_SECONDS,
     )

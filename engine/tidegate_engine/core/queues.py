@@ -30,10 +30,12 @@ class RequestQueue:
 
     Attributes:
         num_tokens: Prompt tokens of all of them.
+        num_output_tokens: Output tokens that they ask for at most, all together.
     """
 
     def __init__(self) -> None:
         self.num_tokens = 0
+        self.num_output_tokens = 0
         # A plain dict would look for its first entry past all that were deleted before it.
         self._live: OrderedDict[Sequence, None] = OrderedDict()
         self._by_deadline: list[tuple[float, int, Sequence]] = []
@@ -49,6 +51,7 @@ class RequestQueue:
         """Queue a request."""
         self._live[seq] = None
         self.num_tokens += seq.num_tokens
+        self.num_output_tokens += seq.request.max_output_tokens
         if seq.deadline is not None:
             heapq.heappush(self._by_deadline, (seq.deadline, seq.arrival, seq))
 
@@ -56,6 +59,7 @@ class RequestQueue:
         """Take a request out, wherever it stands."""
         del self._live[seq]
         self.num_tokens -= seq.num_tokens
+        self.num_output_tokens -= seq.request.max_output_tokens
         if len(self._by_deadline) > 2 * len(self._live) + MAX_TOMBSTONES:
             # Before the tombstones outnumber the living; constant cost per request.
             self._by_deadline = [entry for entry in self._by_deadline if entry[2] in self._live]
@@ -97,7 +101,8 @@ class RequestQueue:
         if len({id(entry[2]) for entry in self._by_deadline}) != len(self._by_deadline):
             raise AssertionError("a request is queued twice by its deadline")
         num_tokens = sum(seq.num_tokens for seq in self._live)
-        if num_tokens != self.num_tokens:
+        num_output_tokens = sum(seq.request.max_output_tokens for seq in self._live)
+        if (num_tokens, num_output_tokens) != (self.num_tokens, self.num_output_tokens):
             raise AssertionError(f"{num_tokens} tokens are queued, counted {self.num_tokens}")
 
 
@@ -181,7 +186,11 @@ class TierQueue:
             return tenant
         return None
 
+    def listed(self) -> list["Tenant"]:
+        """Return the tenants that stand in the tier's order, in no order."""
+        by_name = {entry[3].name: entry[3] for entry in self._heap if entry[3].listed_key}
+        return list(by_name.values())
+
     def _sweep(self) -> None:
-        listed = {entry[3].name: entry[3] for entry in self._heap if entry[3].listed_key}
-        self._heap = [(*t.listed_key, t.name, t) for t in listed.values() if t.listed_key]
+        self._heap = [(*t.listed_key, t.name, t) for t in self.listed() if t.listed_key]
         heapq.heapify(self._heap)

@@ -26,6 +26,7 @@ class RejectionCode(enum.StrEnum):
     TENANT_STOPPED = "tenant_stopped"
     UNKNOWN_TENANT = "unknown_tenant"
     NO_POLICY = "no_policy"
+    SHED = "shed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,7 @@ from dataclasses import replace
 
 from tidegate_engine.core.accounts import Accounts
 from tidegate_engine.core.admission import Admission
-from tidegate_engine.core.arrival import (
-    new_sequence,
-    refuse_for_queue,
-    refuse_prompt,
-    refuse_tenant,
-)
+from tidegate_engine.core.arrival import Arrivals
 from tidegate_engine.core.batch import (
     describe_batch,
     features_of,
@@ -110,8 +105,7 @@ class Scheduler:
         self._snapshot: PolicySnapshot | None = None
         self._revision = 0
         self._step = 0
-        self._arrivals = 0
-        self._rejected = 0
+        self._arrivals = Arrivals(books)
         self._live: dict[str, Sequence] = {}
         self._accounts = Accounts(books, live=self._live)
         self._joining: list[Sequence] = []
@@ -159,26 +153,15 @@ class Scheduler:
         """
         if request.request_id in self._live:
             raise ValueError(f"request {request.request_id!r} is live already")
-        tenant = self._tenants.declared(request.tenant)
-        rejection = refuse_tenant(request, tenant, revision=self._revision)
-        cap_tokens = 0 if tenant is None else self._memory.cap_tokens_of(tenant)
-        if rejection is None and tenant is not None:
-            rejection = refuse_prompt(request, tenant, cap_tokens=cap_tokens) or refuse_for_queue(
-                request, tenant, num_waiting=self.num_waiting, max_waiting=self._limits.max_waiting
-            )
-        if rejection is not None or tenant is None:
-            self._rejected += 1
-            return rejection
-        self._arrivals += 1
-        seq = new_sequence(
+        seq = self._arrivals.take(
             request,
-            tenant,
-            arrival=self._arrivals,
+            revision=self._revision,
+            num_waiting=self.num_waiting,
+            limits=self._limits,
             now=now,
-            cap_tokens=cap_tokens,
-            block_size=self._memory.pool.block_size,
-            step_times=self._step_times,
         )
+        if isinstance(seq, Rejection):
+            return seq
         self._live[seq.request_id] = seq
         self._tenants.enqueue(seq, now)
         self._time_limits.watch(seq)
@@ -297,8 +280,8 @@ class Scheduler:
             self._books,
             step=self._step,
             revision=self._revision,
-            arrivals=self._arrivals,
-            rejected=self._rejected,
+            arrivals=self._arrivals.accepted,
+            rejected=self._arrivals.rejected,
         )
 
     def check_invariants(self) -> None:
@@ -320,6 +303,7 @@ class Scheduler:
         for name in self._memory.take_relieved():
             self._tenants.make_room(name)
         self._memory.begin_step(now)
+        self._arrivals.begin_step()
         self._gate.begin_step()
         self._preemptor.begin_step(self._decisions, now)
         self._admission.begin_step(self._decisions, now)

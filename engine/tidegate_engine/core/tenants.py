@@ -162,10 +162,12 @@ class TenantTable:
 
     Attributes:
         gone: Totals of the tenants of whom nothing else is known any more.
+        num_declared: Tenants whose requests the policy in force lets in.
     """
 
     def __init__(self) -> None:
         self.gone = TenantTotals()
+        self.num_declared = 0
         self.counters = VirtualTokenCounters()
         self.tiers: dict[int, TierQueue] = {}
         self._tenants: dict[str, Tenant] = {}
@@ -257,6 +259,7 @@ class TenantTable:
         """Put `snapshot` in force. Weights count from the next charge on."""
         declared = {rule.tenant: rule for rule in _rules(snapshot)}
         tiers = {tier.name: tier for tier in snapshot.tiers}
+        self.num_declared = len(declared)
         for name, rule in declared.items():
             self._declare(name, rule, tiers[rule.tier])
         for tenant in [t for t in self if t.name not in declared]:

@@ -75,7 +75,6 @@ class ServiceLevelSpec(Model):
             description="What happens to an arriving request that is predicted to miss its ttft: "
             "Shed answers 429, Queue lets it wait; default Queue."
         ),
-        NOT_ENFORCED_YET,
     ] = OnOverload.QUEUE
     window: Annotated[
         TimeLimit,

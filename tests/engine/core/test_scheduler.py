@@ -125,6 +125,19 @@ def test_the_queue_is_bounded() -> None:
     assert (rejection.code, rejection.retry_after_seconds) == (RejectionCode.QUEUE_FULL, 1.0)
 
 
+def test_a_part_of_the_queue_stays_free_for_every_other_tenant() -> None:
+    run = a_run(a_snapshot(a_tenant("crowd"), a_tenant("calm"), a_tenant("shy")), max_waiting=24)
+
+    def refused(tenant: str, times: int) -> list[bool]:
+        return [run.scheduler.submit(a_request(tenant), 0.0) is not None for _ in range(times)]
+
+    assert refused("crowd", 22) == [False] * 20 + [True] * 2
+    assert refused("calm", 3) == [False] * 2 + [True]
+    assert refused("shy", 3) == [False] * 2 + [True]
+    assert refused("crowd", 1) == [True]
+    assert run.scheduler.num_waiting == 24
+
+
 # -- policy ---------------------------------------------------------------------------------------
 
 

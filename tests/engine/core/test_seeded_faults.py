@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tidegate_engine.core import scheduler as scheduler_module
+from tidegate_engine.core import arrival as arrival_module
 from tidegate_engine.core.admission import Admission
 from tidegate_engine.core.flights import Flight, Flights
 from tidegate_engine.core.kv_memory import KvMemory
@@ -250,7 +250,7 @@ def nobody_yields_to_who_grows(monkeypatch: Patch) -> None:
 
 @fault(Invariant.REFUSALS)
 def a_prompt_that_never_fits_is_queued(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(scheduler_module, "refuse_prompt", lambda *_, **__: None)
+    monkeypatch.setattr(arrival_module, "refuse_prompt", lambda *_, **__: None)
 
 
 @fault(Invariant.TIME_LIMITS, drawn=[(tenant, "done in 1 s") for tenant in TENANTS])

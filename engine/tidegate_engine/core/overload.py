@@ -1,0 +1,82 @@
+"""Which arrivals are refused because there is too much work: shed, rather than served too late.
+
+A request is judged by its own target alone, and at its arrival alone: what was let in is served.
+"""
+
+import heapq
+
+from tidegate_engine.core.books import Books
+from tidegate_engine.core.limits import EngineLimits
+from tidegate_engine.core.request import Rejection, RejectionCode, Request
+from tidegate_engine.core.tenants import Tenant
+from tidegate_engine.core.ttft import TtftForecast
+
+_LOOKED_AT = 8
+"""Tenants whose waiting is predicted, to tell whether any waits too long."""
+
+
+class Overload:
+    """Predicts who would be served too late."""
+
+    def __init__(self, books: Books) -> None:
+        """Read the scheduler's own state; nothing is changed."""
+        self._memory = books.memory
+        self._tenants = books.tenants
+        self._ttft = TtftForecast(books)
+        self._longest_miss: float | None = None
+
+    def begin_step(self) -> None:
+        """Judge anew: what runs and waits has changed."""
+        self._longest_miss = None
+
+    def refuse(self, request: Request, tenant: Tenant, *, limits: EngineLimits) -> Rejection | None:
+        """Tell why an arrival is shed, or None."""
+        target = ttft_target(request, tenant)
+        if tenant.rule.service.sheds and target is not None and not self._is_owed(request, tenant):
+            predicted = self._ttft.predict(tenant, len(request.prompt_ids), limits=limits)
+            if predicted > target:
+                return _shed(
+                    f"the first token is expected after {predicted:.1f} s, the target is"
+                    f" {target:g} s",
+                    excess=predicted - target,
+                )
+        if tenant.tier_value < 0 and (excess := self._miss_of_others(limits)) > 0:
+            return _shed("requests of higher tiers are expected to miss their targets", excess)
+        return None
+
+    def _is_owed(self, request: Request, tenant: Tenant) -> bool:
+        """Tell whether others borrow what would be its own: that is reclaimed, not refused."""
+        ledger, pool = self._memory.ledger, self._memory.pool
+        blocks = pool.blocks_for(tenant.queue.num_tokens + len(request.prompt_ids))
+        return ledger.has_borrowers and ledger.fits_nominal(tenant.name, blocks)
+
+    def _miss_of_others(self, limits: EngineLimits) -> float:
+        """Return by how much tenants of tiers from 0 up are expected to miss their targets."""
+        if self._longest_miss is None:
+            misses = [
+                self._ttft.predict(tenant, 0, limits=limits) - target
+                for tenant in self._last_in_turn()
+                if (target := tenant.rule.service.ttft_seconds) is not None
+            ]
+            self._longest_miss = max(misses, default=0.0)
+        return self._longest_miss
+
+    def _last_in_turn(self) -> list[Tenant]:
+        """Return who waits longest, of those with a target in tiers from 0 up."""
+        waiting = [
+            tenant
+            for value, tier in self._tenants.tiers.items()
+            for tenant in (tier.listed() if value >= 0 else ())
+            if tenant.rule.service.ttft_seconds is not None
+        ]
+        return heapq.nlargest(_LOOKED_AT, waiting, key=self._ttft.turn_of)
+
+
+def ttft_target(request: Request, tenant: Tenant) -> float | None:
+    """Return the seconds after which the first token of a request is due; None = whenever."""
+    own, ruled = request.ttft_seconds, tenant.rule.service.ttft_seconds
+    return ruled if own is None else own
+
+
+def _shed(why: str, excess: float) -> Rejection:
+    return Rejection(code=RejectionCode.SHED, message=why, retry_after_seconds=excess)

@@ -1,0 +1,157 @@
+"""When a request that arrives now would get its first token.
+
+A forecast from the work ahead of it, not a simulation: what higher tiers have queued comes first,
+then what the virtual token counters put first in its own tier; all of it needs places in the batch,
+which free up as running requests end, and steps that read prompts, whose time is known from those
+that went before.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+from tidegate_engine.core.batch import places, prefill_budget
+from tidegate_engine.core.books import Books
+from tidegate_engine.core.limits import EngineLimits
+from tidegate_engine.core.step_time import StepFeatures
+from tidegate_engine.core.tenants import Tenant
+from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+
+
+class Backlog(NamedTuple):
+    """What is served before somebody else.
+
+    Attributes:
+        requests: That have no place in the batch yet.
+        prompt_tokens: To be read, of those and of the ones being read.
+    """
+
+    requests: float
+    prompt_tokens: float
+
+
+class TtftForecast:
+    """Predicts the time to the first token of arrivals."""
+
+    def __init__(self, books: Books) -> None:
+        """Read the scheduler's own state; nothing is changed."""
+        self._memory = books.memory
+        self._running = books.running
+        self._tenants = books.tenants
+        self._forecast = books.forecast
+        self._step_times = books.step_times
+
+    def predict(self, tenant: Tenant, prompt_tokens: int, *, limits: EngineLimits) -> float:
+        """Return the seconds to the first token of a request that arrives now.
+
+        Args:
+            tenant: Who sends it.
+            prompt_tokens: Length of its prompt.
+            limits: In force.
+        """
+        ahead = self.backlog(tenant)
+        waiting = self._seconds_to_place(tenant, ahead, limits)
+        reading = self._seconds_to_read(ahead.prompt_tokens, limits)
+        own_pairs = prompt_tokens * (prompt_tokens + 1) / 2
+        own = self._seconds_to_read(prompt_tokens, limits) + self._marginal(0, own_pairs)
+        # Prompts ahead are read while places are waited for: the longer of the two counts.
+        return max(waiting, reading) / self._share_left(tenant) + own
+
+    def backlog(self, tenant: Tenant) -> Backlog:
+        """Return what is served before the next arrival of `tenant`."""
+        value = tenant.tier_value
+        reading = [s for s in self._running.prefilling if s.tenant.tier_value >= value]
+        requests = float(len(tenant.queue))
+        tokens = float(tenant.queue.num_tokens + sum(seq.pending_tokens for seq in reading))
+        for other_value, tier in self._tenants.tiers.items():
+            if other_value >= value:
+                requests += len(tier.resumable)
+                tokens += sum(s.pending_tokens for s in tier.resumable if not s.host_table)
+            if other_value > value:
+                requests += tier.num_queued
+                tokens += tier.num_tokens
+        is_spare, turn_at = self.turn_of(tenant)
+        for other in self._tenants.tier_of(tenant).listed():
+            if other is not tenant:
+                share = self._share_before(other, is_spare=is_spare, turn_at=turn_at)
+                requests += share * len(other.queue)
+                tokens += share * other.queue.num_tokens
+        return Backlog(requests, tokens)
+
+    def turn_of(self, tenant: Tenant) -> tuple[bool, float]:
+        """Return the place in its tier's order of a tenant's next arrival.
+
+        It is first once all that the tenant has queued is served.
+        """
+        is_spare, counter = tenant.key
+        return is_spare, counter + self._queued_cost(tenant) / (tenant.rule.weight or 1)
+
+    def _share_before(self, other: Tenant, *, is_spare: bool, turn_at: float) -> float:
+        """Return the part of a queue that is served before a counter is the least, in [0, 1]."""
+        other_is_spare, counter = other.key
+        if other_is_spare is not is_spare:
+            return float(is_spare)
+        cost = self._queued_cost(other)
+        before = (turn_at - counter) * (other.rule.weight or 1)
+        return min(1.0, max(0.0, before / cost)) if cost else 0.0
+
+    def _queued_cost(self, tenant: Tenant) -> float:
+        """Return the service that all of a tenant's queue is expected to take, in cost units."""
+        queue = tenant.queue
+        if not queue:
+            return 0.0
+        mean_limit = queue.num_output_tokens // len(queue)
+        outputs = len(queue) * self._forecast.lengths.predict(tenant.name, 0, mean_limit)
+        return PROMPT_TOKEN_COST * queue.num_tokens + OUTPUT_TOKEN_COST * outputs
+
+    def _seconds_to_place(self, tenant: Tenant, ahead: Backlog, limits: EngineLimits) -> float:
+        """Return when a place in the batch is free, those ahead having got theirs."""
+        running = self._running
+        free = self._most_places(limits) - running.num_places
+        staying = list(running.decoding)
+        if tenant.tier.preempts_lower:  # the others make way
+            staying = [s for s in staying if s.tenant.tier_value >= tenant.tier_value]
+            free += len(running.decoding) - len(staying)
+        wanted = ahead.requests + 1 - free
+        if wanted <= 0 or not staying:
+            return 0.0
+        remaining = sorted(max(1, self._forecast.remaining_tokens(seq)) for seq in staying)
+        if wanted <= len(staying):
+            steps = float(remaining[ceil(wanted) - 1])
+        else:  # their successors have to end, too
+            outputs = sum(remaining) + sum(seq.num_output_tokens for seq in staying)
+            steps = max(remaining[-1], wanted * outputs / len(staying) ** 2)
+        return steps * self._decode_seconds() + self._marginal(ahead.prompt_tokens, 0)
+
+    def _most_places(self, limits: EngineLimits) -> int:
+        """Return how many requests like those that run fit the batch and the block pool."""
+        most = places(limits)
+        decodes = self._running.decoding
+        if not decodes:
+            return most
+        block_size = self._memory.pool.block_size
+        blocks = sum(-(-self._forecast.final_tokens(seq) // block_size) for seq in decodes)
+        return min(most, max(len(decodes), self._memory.gate.high_blocks * len(decodes) // blocks))
+
+    def _seconds_to_read(self, prompt_tokens: float, limits: EngineLimits) -> float:
+        """Return the time of the steps that read so many tokens, decodes beside them."""
+        budget = max(1, prefill_budget(self._running, limits, self._step_times))
+        steps = ceil(prompt_tokens / budget)
+        return steps * self._decode_seconds() + self._marginal(prompt_tokens, 0)
+
+    def _decode_seconds(self) -> float:
+        decodes, context = len(self._running.decoding), self._running.context_tokens
+        return self._step_times.predict(StepFeatures(0, decodes, context, 0))
+
+    def _marginal(self, prompt_tokens: float, pairs: float) -> float:
+        """Return what prompt tokens add to the steps in which they are read."""
+        costs = self._step_times.costs
+        return costs.prefill_token_seconds * prompt_tokens + costs.prefill_pair_seconds * pairs
+
+    def _share_left(self, tenant: Tenant) -> float:
+        """Return the share of the service that lower tiers have not reserved."""
+        reserved = sum(
+            tier.reserved_percent
+            for value, tier in self._tenants.tiers.items()
+            if value < tenant.tier_value and tier.has_work
+        )
+        return 1.0 - reserved / 100

@@ -1,0 +1,139 @@
+"""Arrivals that would be served too late: predicted, and refused where the policy says so."""
+
+from itertools import count
+
+import pytest
+
+from tidegate_engine.core.request import Rejection, RejectionCode
+from tidegate_policies.snapshot import PolicySnapshot, ServiceRule
+from tidegate_testing.policies import a_snapshot, a_tenant
+from tidegate_testing.scheduling import a_request
+from tidegate_testing.simulation import Simulation, a_prompt, a_simulation
+
+SHED_AFTER_1_S = ServiceRule(ttft_seconds=1.0, sheds=True)
+_numbers = count(1)
+
+
+def an_engine(policy: PolicySnapshot, *, blocks: int = 1000, slots: int = 4) -> Simulation:
+    return a_simulation(policy, blocks=blocks, max_num_seqs=slots)
+
+
+def arrive(
+    engine: Simulation,
+    tenant: str = "acme",
+    *,
+    times: int = 1,
+    prompt: int = 20,
+    output: int = 100,
+    ttft_seconds: float | None = None,
+) -> list[Rejection | None]:
+    return [
+        engine.submit(
+            a_request(
+                tenant,
+                prompt=a_prompt(next(_numbers), prompt),
+                output=output,
+                ttft_seconds=ttft_seconds,
+            )
+        )
+        for _ in range(times)
+    ]
+
+
+def codes(rejections: list[Rejection | None]) -> list[RejectionCode | None]:
+    return [None if r is None else r.code for r in rejections]
+
+
+def test_who_would_wait_beyond_its_target_is_refused_and_told_for_how_long() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    arrive(engine, times=4)
+    engine.step()
+    refused = [r for r in arrive(engine, times=40) if r is not None]
+    assert refused
+    assert {r.code for r in refused} == {RejectionCode.SHED}
+    assert all(r.retry_after_seconds is not None and r.retry_after_seconds > 0 for r in refused)
+    assert "target" in refused[0].message
+
+
+def test_who_is_let_in_gets_its_first_token_about_when_it_was_due() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    for _ in range(30):
+        arrive(engine, times=2, output=30)
+        engine.step()
+    engine.drain()
+    waits = [t.ttft_seconds for t in engine.log.requests.values() if t.ttft_seconds is not None]
+    rejections = [t for t in engine.log.requests.values() if t.rejection is not None]
+    assert len(waits) >= 8
+    assert rejections
+    assert max(waits) <= 1.5
+
+
+def test_without_the_wish_to_shed_everybody_queues() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=ServiceRule(ttft_seconds=1.0))))
+    assert codes(arrive(engine, times=60)) == [None] * 60
+
+
+def test_without_a_target_nobody_is_refused() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=ServiceRule(sheds=True))))
+    assert codes(arrive(engine, times=60)) == [None] * 60
+
+
+def test_the_target_that_counts_is_the_requests_own() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    arrive(engine, times=4)
+    engine.step()
+    while arrive(engine)[0] is None:
+        pass
+    assert codes(arrive(engine, ttft_seconds=60.0)) == [None]
+    assert codes(arrive(engine)) == [RejectionCode.SHED]
+
+
+def test_what_others_have_queued_counts_by_weight() -> None:
+    light, heavy = (
+        a_tenant("light", weight=1),
+        a_tenant("heavy", weight=100, service=SHED_AFTER_1_S),
+    )
+    engine = an_engine(a_snapshot(light, heavy))
+    arrive(engine, "light", times=4, output=8)
+    engine.step()
+    arrive(engine, "light", times=100, output=8)
+    assert codes(arrive(engine, "heavy", output=8)) == [None]
+
+
+def test_a_higher_tiers_queue_counts_whole() -> None:
+    gold, other = a_tenant("gold", tier="gold"), a_tenant(service=SHED_AFTER_1_S)
+    engine = an_engine(a_snapshot(gold, other, tiers={"gold": 10, "standard": 0}))
+    arrive(engine, "gold", times=4)
+    engine.step()
+    arrive(engine, "gold", times=100)
+    assert codes(arrive(engine)) == [RejectionCode.SHED]
+
+
+def test_a_lower_tiers_work_makes_way() -> None:
+    gold, other = a_tenant("gold", tier="gold", service=SHED_AFTER_1_S), a_tenant()
+    engine = an_engine(a_snapshot(gold, other, tiers={"gold": 10, "standard": 0}))
+    arrive(engine, times=4)
+    engine.step()
+    arrive(engine, times=100)
+    assert codes(arrive(engine, "gold")) == [None]
+
+
+def test_a_tenant_within_its_nominal_is_not_refused_while_others_borrow() -> None:
+    owner = a_tenant("owner", kv_nominal_percent=50, service=SHED_AFTER_1_S)
+    engine = an_engine(a_snapshot(owner, a_tenant("borrower")), blocks=100, slots=4)
+    arrive(engine, "borrower", times=4, prompt=200, output=50)
+    engine.step()
+    assert codes(arrive(engine, "owner", prompt=200, ttft_seconds=0.001)) == [None]
+    assert codes(arrive(engine, "owner", prompt=999, ttft_seconds=0.001)) == [RejectionCode.SHED]
+
+
+@pytest.mark.parametrize(("waiting", "expected"), [(60, RejectionCode.SHED), (0, None)])
+def test_tiers_below_zero_are_refused_while_others_miss(
+    waiting: int, expected: RejectionCode | None
+) -> None:
+    spare, other = a_tenant("spare", tier="spare"), a_tenant(service=ServiceRule(ttft_seconds=1.0))
+    engine = an_engine(a_snapshot(spare, other, tiers={"standard": 0, "spare": -1}))
+    arrive(engine, times=4)
+    engine.step()
+    arrive(engine, times=waiting)
+    assert codes(arrive(engine, "spare")) == [expected]
