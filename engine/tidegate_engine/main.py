@@ -3,25 +3,22 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import uvicorn
 import uvloop
-from fastapi import FastAPI
 from prometheus_client import disable_created_metrics
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.core.static_batching import StaticScheduler
@@ -30,33 +27,19 @@ from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.parts import Parts, load_parts
 from tidegate_engine.policy_source import PolicySource, ed25519_verifier
 from tidegate_engine.reports import Reporter
-from tidegate_engine.server.admin import create_admin_app
-from tidegate_engine.server.app import create_app
+from tidegate_engine.server.connections import listen
+from tidegate_engine.server.ports import AdminDoor, Ports
 from tidegate_engine.server.service import Service, assemble
 from tidegate_engine.settings import Settings, SettingsError
+from tidegate_engine.start_errors import StartError
 from tidegate_engine.state_file import StateFile
+from tidegate_engine.summary import aligned, start_summary
 from tidegate_engine.tasks import cancel_all
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
 
-_FLUSH_SECONDS = 3
-"""How long clients may take to read the last bytes of their answers when the engine stops."""
-
-_BACKLOG = 2048
 _log = logging.getLogger("tidegate_engine")
-
-
-@dataclass(frozen=True, slots=True)
-class AdminDoor:
-    """Where the admin API answers, and to whom.
-
-    Attributes:
-        token: What its callers present.
-    """
-
-    listener: socket.socket
-    token: str
 
 
 def main() -> int:
@@ -78,11 +61,12 @@ def main() -> int:
     disable_created_metrics()  # type: ignore[no-untyped-call]
     with contextlib.ExitStack() as listeners:
         try:
-            # Bound before anything else runs: a port in use ends the start, not the run.
-            listener = listeners.enter_context(_listen(settings.host, settings.port))
+            # Bound before anything else runs: probes are answered while a model loads, and a port
+            # in use ends the start, not the run.
+            listener = listeners.enter_context(listen(settings.host, settings.port))
             admin = None
             if admin_token is not None:
-                at_admin_port = _listen(settings.host, settings.admin_port)
+                at_admin_port = listen(settings.host, settings.admin_port)
                 admin = AdminDoor(listeners.enter_context(at_admin_port), admin_token)
         except OSError as error:
             _log.error("the engine can't start: %s", error)
@@ -98,23 +82,26 @@ async def run_engine(
     Args:
         settings: Of this engine.
         listener: Of the API.
-        admin: Of the admin API, which answers once the model is loaded; None = there is none.
+        admin: Of the admin API; None = there is none.
 
     Returns:
         The exit code.
     """
     began = time.monotonic()
     asked_to_stop = asyncio.create_task(_stop_signal().wait())
-    door = FrontDoor(time.monotonic)
-    http = _http_server(door)
-    serving = asyncio.create_task(http.serve([listener]))
-    loading = asyncio.wrap_future(_load_beside(settings))
-    await asyncio.wait({loading, serving, asked_to_stop}, return_when=FIRST_COMPLETED)
-    if not loading.done():
-XXX
+    ports = Ports(listener, admin=admin, clock=time.monotonic)
+    serving = asyncio.create_task(ports.serve())
+    try:
+        parts = await _load(settings, asked_to_stop)
+    except (ModelLoadError, StartError, OSError) as error:
+        _log.error("the engine can't start: %s", error)
+        ports.stop()
+        await serving
+        await cancel_all({asked_to_stop})
+        return EXIT_FAILED
     service = assemble(
         pool=settings.pool,
-        scheduler=_scheduler(settings, parts, costs),
+        scheduler=_scheduler(settings, parts),
         executor=parts.executor,
         model=parts.model,
         clock=time.monotonic,
@@ -122,16 +109,12 @@ XXX
         max_waiting=settings.max_waiting,
     )
     redis = _redis(settings)
-    servers = _http_servers(service, admin)
-    listeners = (listener,) if admin is None else (listener, admin.listener)
     service.engine.start()
-    _log_start(settings, parts, listener)
+    ports.open(service)
+    _log_start(settings, parts, listener, seconds=time.monotonic() - began)
     if admin is not None:
         _log.info("admin API: http://%s:%d", *admin.listener.getsockname()[:2])
-    _log_costs(costs)
     follow, report = _control_tasks(settings, service, redis)
-    serving = asyncio.create_task(_serve_all(servers, listeners))
-    asked_to_stop = asyncio.create_task(_stop_signal().wait())
     engine_ended = asyncio.create_task(service.stopped.wait())
     everything = (follow, report, serving, asked_to_stop, engine_ended)
     try:
@@ -140,14 +123,23 @@ XXX
             _log.info("draining, at most %g s", settings.drain_seconds)
             await service.generations.drain(settings.drain_seconds)
     finally:
-        failed = await _stop(service, servers, everything)
+        failed = await _stop(service, ports, everything)
         await redis.aclose()
     return EXIT_FAILED if failed else 0
 
 
-async def _stop(
-    service: Service, servers: Sequence[uvicorn.Server], tasks: tuple["asyncio.Task[Any]", ...]
-) -> bool:
+async def _load(settings: Settings, asked_to_stop: "asyncio.Task[Any]") -> Parts:
+    """Load beside the event loop, which answers probes meanwhile; end the process on a signal."""
+    loading = asyncio.create_task(asyncio.to_thread(load_parts, settings, created=int(time.time())))
+    await asyncio.wait({loading, asked_to_stop}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        _log.info("stopped while loading")
+        # The thread that loads can't be interrupted, and nothing has begun that needs an end.
+        os._exit(0)
+    return await loading
+
+
+async def _stop(service: Service, ports: Ports, tasks: tuple["asyncio.Task[Any]", ...]) -> bool:
     """Let the last answers out, then end everything.
 
     Returns:
@@ -155,8 +147,7 @@ async def _stop(
     """
     follow, report, serving, asked_to_stop, engine_ended = tasks
     failed = not asked_to_stop.done()
-    for server in servers:
-        server.should_exit = True
+    ports.stop()
     await asyncio.wait({serving})
     await asyncio.to_thread(service.engine.stop)
     await cancel_all((follow, report, asked_to_stop, engine_ended))
@@ -168,12 +159,7 @@ async def _stop(
     return failed
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-
-
-def _scheduler(settings: Settings, parts: Parts, costs: ExecutorCosts) -> StepScheduler:
+def _scheduler(settings: Settings, parts: Parts) -> StepScheduler:
     capacity = parts.executor.capacity
     build: Callable[..., StepScheduler] = Scheduler
     if settings.batching != "continuous":
@@ -182,7 +168,7 @@ def _scheduler(settings: Settings, parts: Parts, costs: ExecutorCosts) -> StepSc
         num_blocks=capacity.num_blocks,
         block_size=capacity.block_size,
         num_host_blocks=capacity.num_host_blocks,
-        costs=costs,
+        costs=parts.costs,
         limits=EngineLimits(
             max_num_seqs=settings.max_num_seqs,
             max_batched_tokens=settings.max_batched_tokens,
@@ -227,40 +213,6 @@ def _control_tasks(
     return asyncio.create_task(source.run()), asyncio.create_task(reporter.run())
 
 
-class _HttpServer(uvicorn.Server):
-    """Leaves signals to us: a drain has to come before the shutdown."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
-
-
-def _http_servers(service: Service, admin: AdminDoor | None) -> tuple[uvicorn.Server, ...]:
-    """Return the server of the API and, where it has a door, that of the admin API."""
-    api = _http_server(create_app(service))
-    if admin is None:
-        return (api,)
-    return api, _http_server(create_admin_app(service, token=admin.token))
-
-
-def _http_server(app: FastAPI) -> uvicorn.Server:
-    return _HttpServer(
-        uvicorn.Config(
-            app,
-            access_log=False,
-            log_config=None,
-            timeout_graceful_shutdown=_FLUSH_SECONDS,
-            server_header=False,
-        )
-    )
-
-
-async def _serve_all(servers: Sequence[uvicorn.Server], listeners: Sequence[socket.socket]) -> None:
-    pairs = zip(servers, listeners, strict=True)
-    await asyncio.gather(*(server.serve([listener]) for server, listener in pairs))
-
-
 def _stop_signal() -> asyncio.Event:
     """Return an event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
@@ -269,33 +221,18 @@ def _stop_signal() -> asyncio.Event:
     return stop
 
 
-def _log_start(settings: Settings, parts: Parts, listener: socket.socket) -> None:
+def _log_start(
+    settings: Settings, parts: Parts, listener: socket.socket, *, seconds: float
+) -> None:
     host, port = listener.getsockname()[:2]
-    capacity = parts.executor.capacity
-    _log.info(
-        "serving %s: %s; %d KV blocks of %d tokens and %d in host memory, at most %d requests and"
-        " %d tokens a step, %d waiting; pool %s, pod %s, http://%s:%d",
-        parts.model.name,
+    summary = start_summary(
+        settings,
         parts.summary,
-        capacity.num_blocks,
-        capacity.block_size,
-        capacity.num_host_blocks,
-        settings.max_num_seqs,
-        settings.max_batched_tokens,
-        settings.max_waiting,
-        settings.pool,
-        settings.pod_name,
-        host,
-        port,
+        parts.costs,
+        parts.executor.capacity,
+        url=f"http://{host}:{port}",
+        seconds=seconds,
     )
-
-
-def _log_costs(costs: ExecutorCosts) -> None:
-    _log.info(
-        "a step takes %.3g ms, %.3g ms for each prompt token, %.3g ms for each decode, and more for"
-        " long contexts; moving a KV block takes %.3g ms",
-        1000 * costs.step_seconds,
-        1000 * costs.prefill_token_seconds,
-        1000 * costs.decode_seconds,
-        1000 * costs.swap_block_seconds,
-    )
+    # A record for each line, since collectors of logs take lines apart anyway.
+    for line in aligned(summary):
+        _log.info("%s", line)

@@ -12,8 +12,10 @@ from tidegate_engine.model.bytes_tokenizer import NUM_PRINTABLE, BytesTokenizer
 from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.server.served_model import ServedModel, Tokenizer
 from tidegate_engine.settings import Settings
+from tidegate_engine.summary import Summary
 
 _SIMULATED_CONTEXT_TOKENS = 1 << 17
+_SIMULATED_BLOCKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +23,18 @@ class Parts:
     """A model and its executor.
 
     Attributes:
+        costs: Of the executor, measured or known.
         summary: What was loaded, for the log.
     """
 
     executor: Executor
     model: ServedModel
-    summary: str
+    costs: ExecutorCosts
+    summary: Summary
 
 
 def load_parts(settings: Settings, *, created: int) -> Parts:
-    """Load what the settings name; takes seconds with a real model.
+    """Load what the settings name, and measure it; takes seconds with a real model.
 
     Args:
         settings: What to load.
@@ -38,6 +42,7 @@ def load_parts(settings: Settings, *, created: int) -> Parts:
 
     Raises:
         ModelLoadError: The model can't be loaded.
+        StartError: This machine lacks what the settings ask for.
     """
     if settings.executor == "torch":
         return _load_torch(settings, created)
@@ -46,35 +51,19 @@ def load_parts(settings: Settings, *, created: int) -> Parts:
 
 def _load_torch(settings: Settings, created: int) -> Parts:
     # Imported here, as simulated engines need neither PyTorch nor the memory that it takes.
-    import torch
+    from tidegate_engine.torch_parts import load_torch
 
-    from tidegate_engine.executor.kv_cache import KvCache
-    from tidegate_engine.executor.torch_executor import TorchExecutor
-    from tidegate_engine.model.loader import load_model
-
-    dtype: torch.dtype = getattr(torch, settings.dtype)
-    loaded = load_model(settings.model_source, settings.cache_dir, dtype, settings.device)
-    cache = KvCache.allocate(
-        loaded.config,
-        num_blocks=settings.kv_blocks,
-        block_size=settings.block_size,
-        num_host_blocks=_num_host_blocks(settings, settings.kv_blocks),
-        dtype=dtype,
-        device=settings.device,
-    )
+    loaded = load_torch(settings)
     return Parts(
-        executor=TorchExecutor(loaded, cache, num_threads=settings.threads),
+        executor=loaded.executor,
         model=ServedModel(
             name=settings.model_name,
             tokenizer=loaded.tokenizer,
-            max_context_tokens=loaded.config.max_context_tokens,
+            max_context_tokens=loaded.max_context_tokens,
             created=created,
         ),
-        summary=(
-            f"{settings.model_source} in {settings.dtype} on {settings.device},"
-            f" {settings.threads} threads, KV pool of {_mib(cache.pool.nbytes)},"
-            f" {_mib(cache.host_pool.nbytes)} on the host"
-        ),
+        costs=loaded.costs,
+        summary=loaded.summary,
     )
 
 
@@ -99,24 +88,30 @@ def _load_simulated(settings: Settings, created: int) -> Parts:
         max_context_tokens=context,
         created=created,
     )
-    summary = f"simulated ({settings.model_source or 'no weights'})"
+    text = f"simulated, tokens of {settings.model_source or 'bytes'}"
     if settings.simulated_gpu:
-        summary += f" as {settings.simulated_model} on {settings.simulated_gpu}"
-    return Parts(executor, model, summary)
+        text += f", as fast as {settings.simulated_model} on {settings.simulated_gpu}"
+    capacity = executor.capacity
+    blocks = (
+        f"{capacity.num_blocks} KV blocks of {capacity.block_size} tokens,"
+        f" {capacity.num_host_blocks} in host memory"
+    )
+    return Parts(executor, model, executor.measure(), (("model", text), ("memory", blocks)))
 
 
 def _simulated_capacity(settings: Settings) -> Capacity:
-    num_blocks = settings.kv_blocks
-    if settings.simulated_gpu and "kv_blocks" not in settings.model_fields_set:
+    num_blocks = settings.kv_blocks or _SIMULATED_BLOCKS
+    if settings.simulated_gpu and settings.kv_blocks is None:
         gpu, model = GPUS[settings.simulated_gpu], MODELS[settings.simulated_model]
         try:
             fitting = fitting_capacity(gpu, model, block_size=settings.block_size)
         except ModelTooLargeError as error:
             raise ModelLoadError(settings.simulated_model, str(error)) from error
         num_blocks = fitting.num_blocks
+    num_host_blocks = settings.host_kv_blocks
     return Capacity(
         num_blocks=num_blocks,
-        num_host_blocks=_num_host_blocks(settings, num_blocks),
+        num_host_blocks=num_blocks // 2 if num_host_blocks is None else num_host_blocks,
         block_size=settings.block_size,
     )
 
@@ -135,12 +130,3 @@ def _simulated_cost(settings: Settings) -> StepCost:
             decode_seconds=settings.simulated_decode_seconds,
         )
     )
-
-
-def _num_host_blocks(settings: Settings, num_blocks: int) -> int:
-    given = settings.host_kv_blocks
-    return num_blocks // 2 if given is None else given
-
-
-def _mib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**20:.0f} MiB"

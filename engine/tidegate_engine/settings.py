@@ -8,7 +8,14 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationError
+from pydantic import (
+    AfterValidator,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tidegate_engine.executor.hardware import GPUS, MODELS
@@ -16,6 +23,10 @@ from tidegate_engine.executor.hardware import GPUS, MODELS
 _PREFIX = "TIDEGATE_"
 _KEY_BYTES = 32
 _MIN_TOKEN_CHARS = 16
+_MAX_BLOCK_SIZE = 256
+
+AUTO = "auto"
+"""The value of a variable that leaves the choice to the engine."""
 
 
 class SettingsError(ValueError):
@@ -49,6 +60,15 @@ def _one_of(allowed: Collection[str], *, is_optional: bool = False) -> Callable[
     return check
 
 
+def _none_if_auto(value: object, check: ValidatorFunctionWrapHandler) -> object:
+    if value == AUTO:
+        return None
+    try:
+        return check(value)
+    except ValidationError as error:
+        raise ValueError(f"must be {AUTO} or a whole number above 0, got {value!r}") from error
+
+
 def _home(variable: str, default: str) -> Path:
     """Return a directory of the XDG base directory specification."""
     configured = os.environ.get(variable)
@@ -57,6 +77,7 @@ def _home(variable: str, default: str) -> Path:
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$")]
 Positive = Annotated[int, Field(ge=1)]
+PositiveOrAuto = Annotated[Positive | None, WrapValidator(_none_if_auto)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Key = Annotated[str, AfterValidator(_check_key)]
 
@@ -79,25 +100,32 @@ class Settings(BaseSettings):
         model: `smollm2`, the path of a GGUF file, or that of a Hugging Face directory. Simulated
             engines need none: without it their tokens are bytes.
         served_model_name: The model's name in the API. By default the last part of `model`.
-        dtype: Number format of weights and KV cache. bfloat16 is emulated, and slower, on CPUs
-            without it.
-        device: Where PyTorch computes, as it names devices.
-        kv_blocks: KV blocks in the pool. On a CPU memory is taken as blocks are first used; with
-            SmolLM2 and 16 tokens in float32 a block is 0.7 MiB. By default 1024, or, with
-            `simulated_gpu`, as many as fit there beside the weights.
+        dtype: Number format of weights and KV cache; `auto` = the faster one of float32 and
+            bfloat16, measured at the start. With float32 a request gets the same tokens whatever
+            shares its steps; bfloat16 is emulated, and slower, on CPUs without it.
+        quantization: `int8` holds the weights of the layers in 8 bits, and the activations of each
+            token while they are multiplied: faster on CPUs with VNNI, and a little less exact.
+        device: Where PyTorch computes: `cpu`, `cuda` or `cuda:N`.
+        kv_blocks: KV blocks in the pool; None = `auto`: what memory allows beside the weights
+            (docs/engine-settings.md), or, with `simulated_gpu`, as many as fit there. On a CPU
+            memory is taken as blocks are first used; with SmolLM2 and 16 tokens in float32 a
+            block is 0.7 MiB.
         host_kv_blocks: KV blocks in host memory, for requests that are swapped out; 0 = computed
-            anew instead. By default half as many as in the pool.
-        block_size: Tokens in a KV block: small ones waste less at the end of each sequence, large
-            ones make shorter tables.
+            anew instead. None = half as many as in the pool.
+        block_size: Tokens in a KV block, at most 256: small ones waste less at the end of each
+            sequence, large ones make shorter tables.
         batching: `continuous`; or, to compare it with, `static` (a batch is collected and runs
             until all of it has finished) or `bucketed` (the same with prompts of like length).
             Those know neither tenants nor tiers.
         max_num_seqs: Most requests in one step, unless the policy sets it.
-        max_batched_tokens: Most tokens in one step, unless the policy sets it. Smaller steps keep
-            the time between two tokens short while prompts are read.
-        max_waiting: Most queued requests of all tenants; further ones are answered with 503.
-        threads: CPU threads of a step. More than one only helps with cores of its own: threads that
-            wait for a core spin.
+        max_batched_tokens: Most tokens in one step, unless the policy sets it; at least
+            `max_num_seqs`, as each running request computes one. Smaller steps keep the time
+            between two tokens short while prompts are read.
+        max_waiting: Most queued requests of all tenants; further ones are answered with 503. A
+            quarter is divided among the tenants: what is one's own there, others can't fill.
+        threads: CPU threads of a step; None = `auto`: measured at the start, at most the cores that
+            the process may use. More than one only helps with cores of its own: threads that wait
+            for a core spin. So engines that share cores should be told how many each has.
         host: Address to listen on.
         port: Port to listen on; 0 = any free one, which the log names.
         admin_port: Port of the admin API, on the same address; 0 = any free one. Nothing listens
@@ -127,16 +155,17 @@ class Settings(BaseSettings):
     executor: Literal["torch", "simulated"] = "torch"
     model: str = ""
     served_model_name: str = ""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: str = "cpu"
-    kv_blocks: Positive = 1024
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    quantization: Literal["none", "int8"] = "none"
+    device: Annotated[str, Field(pattern="^(cpu|cuda(:[0-9]+)?)$")] = "cpu"
+    kv_blocks: PositiveOrAuto = None
     host_kv_blocks: Annotated[int, Field(ge=0)] | None = None
-    block_size: Positive = 16
+    block_size: Annotated[int, Field(ge=1, le=_MAX_BLOCK_SIZE)] = 16
     batching: Literal["continuous", "static", "bucketed"] = "continuous"
     max_num_seqs: Positive = 32
     max_batched_tokens: Positive = 256
     max_waiting: Positive = 10_000
-    threads: Positive = 1
+    threads: PositiveOrAuto = None
     host: str = "0.0.0.0"
     port: Port = 8000
     admin_port: Port = 8001
@@ -156,14 +185,35 @@ class Settings(BaseSettings):
         """Read the environment.
 
         Raises:
-            SettingsError: The first variable that is missing or wrong.
+            SettingsError: The first variable that is missing or wrong, or contradicts another.
         """
         try:
-            return cls()
+            settings = cls()
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            variable = _PREFIX + str(first["loc"][0]).upper()
-            raise SettingsError(variable, _problem(first["type"], first["msg"])) from error
+            raise SettingsError(
+                variable_of(first["loc"][0]), _problem(first["type"], first["msg"])
+            ) from error
+        settings._check_contradictions()
+        return settings
+
+    def _check_contradictions(self) -> None:
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise SettingsError(
+                variable_of("max_batched_tokens"),
+                f"must be at least {variable_of('max_num_seqs')} ({self.max_num_seqs}), as every"
+                f" running request computes a token in each step, got {self.max_batched_tokens}",
+            )
+        if self.quantization == "int8" and self.dtype == "float16":
+            raise SettingsError(
+                variable_of("quantization"),
+                f"int8 needs {variable_of('dtype')} float32 or bfloat16, which is float16",
+            )
+        if self.quantization == "int8" and self.device != "cpu":
+            raise SettingsError(
+                variable_of("quantization"),
+                f"int8 needs {variable_of('device')} cpu, which is {self.device}",
+            )
 
     def read_admin_token(self) -> str | None:
         """Return what callers of the admin API present; None = there is no admin API.
@@ -210,6 +260,11 @@ def _checked_token(name: str, text: str) -> str:
             f"must be at least {_MIN_TOKEN_CHARS} printable ASCII characters",
         )
     return token
+
+
+def variable_of(field: str | int) -> str:
+    """Return the environment variable that sets a field of `Settings`."""
+    return _PREFIX + str(field).upper()
 
 
 def _problem(kind: str, message: str) -> str:

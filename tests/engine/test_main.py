@@ -1,92 +1,25 @@
 """The engine as a process."""
 
-import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_testing.cluster import eventually
 from tidegate_testing.control import Publisher
-from tidegate_testing.engines import a_keyed_tenant, key_of
+from tidegate_testing.engine_process import (
+    POD,
+    an_engine_process,
+    engine_environment,
+    run_to_its_end,
+)
+from tidegate_testing.engines import a_keyed_tenant
 from tidegate_testing.policies import a_snapshot
 
-POD = "engine-0"
 POLICY = a_snapshot(a_keyed_tenant("acme"))
-
-
-@dataclass
-class EngineProcess:
-    """A running `python -m tidegate_engine`."""
-
-    process: "subprocess.Popen[bytes]"
-    port: int
-    log: Path
-
-    def get(self, path: str) -> httpx.Response | None:
-        try:
-            return httpx.get(f"http://127.0.0.1:{self.port}{path}", timeout=5)
-        except httpx.TransportError:
-            return None
-
-    def wait_until_ready(self) -> None:
-        def is_ready() -> bool:
-            if self.process.poll() is not None:
-                raise AssertionError(self.log.read_text())
-            answer = self.get("/readyz")
-            return answer is not None and answer.status_code == 200
-
-        eventually(is_ready, "a ready engine", timeout_seconds=90)
-
-    def terminate(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=30)
-
-    def openai(self) -> openai.OpenAI:
-        return openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key_of("acme"), max_retries=0
-        )
-
-
-def environment(publisher: Publisher, folder: Path, **more: str) -> dict[str, str]:
-    return {
-        **{name: value for name, value in os.environ.items() if not name.startswith("TIDEGATE_")},
-        "TIDEGATE_POOL": publisher.pool,
-        "TIDEGATE_POD_NAME": POD,
-        "TIDEGATE_REDIS_URL": publisher.url,
-        "TIDEGATE_VERIFY_KEY": publisher.verify_key,
-        "TIDEGATE_STATE_DIR": str(folder / "state"),
-        "TIDEGATE_HOST": "127.0.0.1",
-        "TIDEGATE_EXECUTOR": "simulated",
-        **more,
-    }
-
-
-@contextmanager
-def an_engine_process(publisher: Publisher, folder: Path, **more: str) -> Iterator[EngineProcess]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    log = folder / "engine.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tidegate_engine"],
-            env=environment(publisher, folder, TIDEGATE_PORT=str(port), **more),
-            stderr=output,
-        )
-    try:
-        yield EngineProcess(process, port, log)
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture
@@ -106,8 +39,8 @@ def test_a_process_serves_and_ends_in_peace(publisher: Publisher, tmp_path: Path
         assert report.revision == 1
         assert engine.terminate() == 0
         log = engine.log.read_text()
-    assert "serving simulated: simulated (no weights); 1024 KV blocks of 16 tokens and " in log
-    assert "a step takes " in log
+    assert f"serving   simulated at http://127.0.0.1:{engine.port}, started in " in log
+    assert log.index("costs     a step ") > log.index("limits    16384 tokens in KV blocks")
     assert "Traceback" not in log
 
 
@@ -123,7 +56,7 @@ def test_running_streams_end_within_the_drain_and_new_work_is_refused(
             )
             next(iter(stream))
             engine.process.send_signal(signal.SIGTERM)
-            eventually(lambda: status(engine, "/readyz") == 503, "an engine that drains")
+            eventually(lambda: engine.status("/readyz") == 503, "an engine that drains")
             with pytest.raises(openai.InternalServerError) as caught:
                 client.completions.create(model="simulated", prompt="Hello")
             assert caught.value.status_code == 503
@@ -172,27 +105,10 @@ def test_a_restart_without_redis_serves_the_last_policy(
 
 
 def test_a_wrong_setting_is_one_line_and_code_2(publisher: Publisher, tmp_path: Path) -> None:
-    ended = run_to_its_end(environment(publisher, tmp_path, TIDEGATE_KV_BLOCKS="none"))
+    ended = run_to_its_end(engine_environment(publisher, tmp_path, TIDEGATE_KV_BLOCKS="none"))
     assert ended.returncode == 2
     assert ended.stderr.startswith("TIDEGATE_KV_BLOCKS: ")
     assert ended.stderr.count("\n") == 1
-
-
-def test_a_model_that_is_missing_is_named(publisher: Publisher, tmp_path: Path) -> None:
-    more = {"TIDEGATE_EXECUTOR": "torch", "TIDEGATE_MODEL": str(tmp_path / "none.gguf")}
-    ended = run_to_its_end(environment(publisher, tmp_path, **more))
-    assert ended.returncode == 1
-    assert "none.gguf" in ended.stderr
-    assert "Traceback" not in ended.stderr
-
-
-def test_a_port_in_use_is_named(publisher: Publisher, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        ended = run_to_its_end(environment(publisher, tmp_path, TIDEGATE_PORT=port))
-    assert ended.returncode == 1
-    assert "in use" in ended.stderr
-    assert "Traceback" not in ended.stderr
 
 
 @pytest.mark.parametrize("batching", ["static", "bucketed"])
@@ -226,19 +142,3 @@ def test_a_real_model_answers_a_question(publisher: Publisher, tmp_path: Path) -
         assert "Paris" in (answer.choices[0].message.content or "")
         assert answer.choices[0].finish_reason == "stop"
         assert engine.terminate() == 0
-
-
-def run_to_its_end(variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "tidegate_engine"],
-        env=variables,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def status(engine: EngineProcess, path: str) -> int | None:
-    answer = engine.get(path)
-    return None if answer is None else answer.status_code

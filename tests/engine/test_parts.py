@@ -43,7 +43,10 @@ def test_a_named_gpu_sets_costs_and_kv_memory() -> None:
     assert parts.executor.capacity.num_blocks == fitting.num_blocks
     assert parts.executor.capacity.num_host_blocks == fitting.num_blocks // 2
     assert parts.executor.measure() == Roofline(gpu=H100_80G, model=LLAMA_3_1_8B).costs
-    assert parts.summary == "simulated (no weights) as Llama-3.1-8B on H100-80G"
+    assert parts.costs == parts.executor.measure()
+    assert dict(parts.summary)["model"] == (
+        "simulated, tokens of bytes, as fast as Llama-3.1-8B on H100-80G"
+    )
 
 
 def test_kv_memory_that_was_set_stays() -> None:

@@ -1,9 +1,12 @@
 import base64
+import re
 from pathlib import Path
 
 import pytest
+from pydantic import WrapValidator
+from pydantic.fields import FieldInfo
 
-from tidegate_engine.settings import Settings, SettingsError
+from tidegate_engine.settings import Settings, SettingsError, variable_of
 
 KEY = base64.b64encode(bytes(32)).decode()
 MINIMAL = {
@@ -21,7 +24,8 @@ def minimal_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_three_variables_are_enough() -> None:
     settings = Settings.from_environment()
-    assert (settings.executor, settings.model_source, settings.threads) == ("torch", "smollm2", 1)
+    assert (settings.executor, settings.model_source) == ("torch", "smollm2")
+    assert (settings.dtype, settings.quantization, settings.device) == ("float32", "none", "cpu")
     assert settings.block_size == 16
     assert settings.pod_name
 
@@ -46,7 +50,13 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str)
         ("TIDEGATE_HOST_KV_BLOCKS", "-1"),
         ("TIDEGATE_SIMULATED_GPU", "H100"),
         ("TIDEGATE_SIMULATED_MODEL", ""),
+        ("TIDEGATE_DTYPE", "int8"),
+        ("TIDEGATE_QUANTIZATION", "int4"),
+        ("TIDEGATE_DEVICE", "gpu"),
+        ("TIDEGATE_BLOCK_SIZE", "0"),
+        ("TIDEGATE_BLOCK_SIZE", "257"),
         ("TIDEGATE_THREADS", "0"),
+        ("TIDEGATE_THREADS", "all"),
         ("TIDEGATE_PORT", "65536"),
         ("TIDEGATE_DRAIN_SECONDS", "-1"),
         ("TIDEGATE_LOG_LEVEL", "loud"),
@@ -61,6 +71,65 @@ def test_a_wrong_value_is_named_in_one_line(
     assert caught.value.variable == name
     assert str(caught.value).startswith(f"{name}: ")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["TIDEGATE_THREADS", "TIDEGATE_KV_BLOCKS"])
+def test_a_number_may_be_left_to_the_engine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    field = name.removeprefix("TIDEGATE_").lower()
+    assert getattr(Settings.from_environment(), field) is None
+    for text, value in (("auto", None), ("7", 7)):
+        monkeypatch.setenv(name, text)
+        assert getattr(Settings.from_environment(), field) == value
+    monkeypatch.setenv(name, "-3")
+    with pytest.raises(SettingsError, match=f"^{name}: must be auto or a whole number above 0"):
+        Settings.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"MAX_BATCHED_TOKENS": "15", "MAX_NUM_SEQS": "16"},
+            r"^TIDEGATE_MAX_BATCHED_TOKENS: must be at least TIDEGATE_MAX_NUM_SEQS \(16\)",
+        ),
+        ({"MAX_NUM_SEQS": "257"}, r"^TIDEGATE_MAX_BATCHED_TOKENS: .* \(257\), .* got 256$"),
+        (
+            {"QUANTIZATION": "int8", "DEVICE": "cuda:0"},
+            "^TIDEGATE_QUANTIZATION: int8 needs TIDEGATE_DEVICE cpu, which is cuda:0$",
+        ),
+        (
+            {"QUANTIZATION": "int8", "DTYPE": "float16"},
+            "^TIDEGATE_QUANTIZATION: int8 needs TIDEGATE_DTYPE float32 or bfloat16",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], message: str
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(f"TIDEGATE_{name}", value)
+    with pytest.raises(SettingsError, match=message) as caught:
+        Settings.from_environment()
+    assert "\n" not in str(caught.value)
+
+
+def test_the_documentation_lists_every_variable_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs/engine-settings.md").read_text()
+    listed = re.findall(r"^\| `(TIDEGATE_\w+)` \| (\S+)[^|]* \| \S.* \|$", text, re.MULTILINE)
+    assert listed == [
+        (variable_of(name), described_default(field))
+        for name, field in Settings.model_fields.items()
+    ]
+
+
+def described_default(field: FieldInfo) -> str:
+    """How the documentation tells a default; one that depends on something is told in words."""
+    if field.is_required():
+        return "required"
+    if field.default_factory is not None or field.default in {None, ""}:
+        may_be_auto = any(isinstance(rule, WrapValidator) for rule in field.metadata)
+        return "auto" if may_be_auto else "-"
+    return f"`{field.default:g}`" if isinstance(field.default, float) else f"`{field.default}`"
 
 
 def test_the_names_that_may_be_simulated_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,18 @@
 """How long a model's steps and copies take on this machine."""
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.plan import PlanRow, SampledToken, SwapCopy
 from tidegate_engine.core.sampling import SamplingContext, SamplingParams
+from tidegate_engine.core.step_time import StepFeatures
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.kv_copies import KvCopies
 from tidegate_engine.model.config import LlamaConfig
@@ -16,25 +20,55 @@ from tidegate_engine.model.config import LlamaConfig
 Compute = Callable[[Sequence[PlanRow], KvCache], Mapping[str, SampledToken]]
 """Computes a step's rows in a KV cache; returns when it is done."""
 
-_REPEATS = 2
-# Matrix products of one row and of many run different kernels: the line is drawn through batch
-# sizes at which engines work, and overestimates the smallest.
-_FEW_DECODES = 8
-_MANY_DECODES = 32
-_CONTEXT_TOKENS = 256
-_CHUNK_TOKENS = 64
+Clock = Callable[[], float]
+
+_MIN_ROUNDS = 2
+_MAX_ROUNDS = 8
+_ENOUGH_SECONDS = 1.5
+"""No further round begins after so much time."""
+
 _NUM_SWAP_BLOCKS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StepSeconds:
-    """Measured steps; those `in_context` have so many tokens before each row."""
+class StepShape(NamedTuple):
+    """A step whose rows are alike: decodes, each at a position, and a prompt chunk at another."""
 
-    few_decodes: float
-    many_decodes: float
-    few_decodes_in_context: float
-    chunk: float
-    chunk_in_context: float
+    decodes: int
+    context: int
+    chunk: int
+    start: int
+
+    @property
+    def features(self) -> StepFeatures:
+        """What the scheduler would say of it."""
+        return StepFeatures(
+            prefill_tokens=self.chunk,
+            decodes=self.decodes,
+            context_tokens=self.decodes * (self.context + 1),
+            prefill_pairs=self.chunk * self.start + self.chunk * (self.chunk + 1) // 2,
+        )
+
+
+# Matrix products of one row, of a few and of many run different kernels, and a step that mixes is
+# less than the sum of its parts: one plane is laid through shapes as they come up in service.
+_SHAPES = (
+    StepShape(1, 16, 0, 0),
+    StepShape(8, 16, 0, 0),
+    StepShape(8, 256, 0, 0),
+    StepShape(24, 16, 0, 0),
+    StepShape(0, 0, 16, 0),
+    StepShape(0, 0, 96, 0),
+    StepShape(0, 0, 32, 448),
+    StepShape(8, 64, 32, 0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """A step and the time that it took."""
+
+    features: StepFeatures
+    seconds: float
 
 
 def measure_costs(
@@ -44,59 +78,74 @@ def measure_costs(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    clock: Clock = time.perf_counter,
 ) -> ExecutorCosts:
     """Time a few steps and copies, in KV memory that is taken for it and given back.
 
-    Each is repeated, and the fastest counts: what disturbs can only add. The model's costs are
-    differences between steps that differ in one respect; one that noise makes negative is 0.
+    Rounds over all shapes follow one another, so that what comes and goes on the machine meets
+    every shape, and of each shape the fastest counts: what disturbs, like the first use of a
+    kernel, of a page or a neighbour's work, can only add.
     """
-    context = min(_CONTEXT_TOKENS, config.max_context_tokens // 2)
-    chunk = min(_CHUNK_TOKENS, config.max_context_tokens // 2)
-    blocks_in_context = _FEW_DECODES * _blocks_for(context + 1, block_size)
+    shapes = [_within(shape, config.max_context_tokens) for shape in _SHAPES]
     cache = KvCache.allocate(
         config,
-        num_blocks=max(blocks_in_context, _blocks_for(context + chunk, block_size), _MANY_DECODES),
+        num_blocks=max(_num_blocks(shape, block_size) for shape in shapes),
         num_host_blocks=_NUM_SWAP_BLOCKS,
         block_size=block_size,
         dtype=dtype,
         device=device,
     )
-
-    def step(num_rows: int, start: int, tokens: int) -> float:
-        num_blocks = _blocks_for(start + tokens, block_size)
-        rows = [_row(i, start, tokens, num_blocks) for i in range(num_rows)]
-        return _fastest(lambda: compute(rows, cache))
-
-    seconds = _StepSeconds(
-        few_decodes=step(_FEW_DECODES, 0, 1),
-        many_decodes=step(_MANY_DECODES, 0, 1),
-        few_decodes_in_context=step(_FEW_DECODES, context, 1),
-        chunk=step(1, 0, chunk),
-        chunk_in_context=step(1, context, chunk),
-    )
-    return _costs(seconds, context, chunk, _swap_block_seconds(cache))
+    works = [_work(compute, _rows(shape, block_size), cache) for shape in shapes]
+    seconds = _fastest(works, clock)
+    steps = [
+        MeasuredStep(features=shape.features, seconds=fastest)
+        for shape, fastest in zip(shapes, seconds, strict=True)
+    ]
+    return fit_costs(steps, swap_block_seconds=_swap_block_seconds(cache, clock))
 
 
-def _costs(
-    seconds: _StepSeconds, context: int, chunk: int, swap_block_seconds: float
-) -> ExecutorCosts:
-    more_decodes = seconds.many_decodes - seconds.few_decodes
-    decode = max(0.0, more_decodes) / (_MANY_DECODES - _FEW_DECODES)
-    step = max(0.0, seconds.few_decodes - _FEW_DECODES * decode)
-    read = max(0.0, seconds.few_decodes_in_context - seconds.few_decodes)
-    pair = max(0.0, seconds.chunk_in_context - seconds.chunk) / (chunk * context)
-    own_pairs = chunk * (chunk - 1) / 2
+def fit_costs(steps: Sequence[MeasuredStep], *, swap_block_seconds: float) -> ExecutorCosts:
+    """Return the costs, none negative, whose sums come closest to the steps' times.
+
+    Closest in squares of relative errors, as `StepTimeModel` learns later: a long step would
+    otherwise outweigh all short ones. With five costs the exact way to keep them from being
+    negative is to solve for each subset of them, the others 0.
+    """
+    amounts = np.array([(1, *_columns(step.features)) for step in steps], dtype=np.float64)
+    relative = amounts / np.array([[step.seconds] for step in steps])
+    best, least = np.zeros(amounts.shape[1]), np.inf
+    for kept in _subsets(amounts.shape[1]):
+        found = np.zeros(amounts.shape[1])
+        found[kept] = np.linalg.lstsq(relative[:, kept], np.ones(len(steps)), rcond=None)[0]
+        error = float(np.sum((relative @ found - 1.0) ** 2))
+        if error < least and bool(np.all(found >= 0.0)):
+            best, least = found, error
+    step, token, decode, context, pair = (float(cost) for cost in best)
     return ExecutorCosts(
         step_seconds=step,
-        prefill_token_seconds=max(0.0, seconds.chunk - step - pair * own_pairs) / chunk,
+        prefill_token_seconds=token,
         decode_seconds=decode,
-        context_token_seconds=read / (_FEW_DECODES * context),
+        context_token_seconds=context,
         prefill_pair_seconds=pair,
         swap_block_seconds=swap_block_seconds,
     )
 
 
-def _swap_block_seconds(cache: KvCache) -> float:
+def _columns(features: StepFeatures) -> tuple[int, int, int, int]:
+    return (
+        features.prefill_tokens,
+        features.decodes,
+        features.context_tokens,
+        features.prefill_pairs,
+    )
+
+
+def _subsets(count: int) -> list[list[int]]:
+    sizes = range(count, 0, -1)
+    return [list(kept) for size in sizes for kept in itertools.combinations(range(count), size)]
+
+
+def _swap_block_seconds(cache: KvCache, clock: Clock) -> float:
     """Return the time of a block, one way: the mean of both."""
     copies = KvCopies(cache)
     blocks = tuple(range(_NUM_SWAP_BLOCKS))
@@ -108,32 +157,71 @@ def _swap_block_seconds(cache: KvCache) -> float:
         copies.swap_in(swap)
         copies.pass_fences(must_wait=True)
 
-    return _fastest(there_and_back) / (2 * _NUM_SWAP_BLOCKS)
+    (seconds,) = _fastest([there_and_back], clock)
+    return seconds / (2 * _NUM_SWAP_BLOCKS)
 
 
-def _row(i: int, start: int, tokens: int, num_blocks: int) -> PlanRow:
-    return PlanRow(
-        request_id=str(i),
-        start=start,
-        token_ids=[0] * tokens,
-        block_ids=range(i * num_blocks, (i + 1) * num_blocks),
-        samples=True,
-        sampling=SamplingContext(
-            params=SamplingParams(temperature=0.0),
-            token_ids=[0] * (start + tokens),
-            num_prompt_tokens=start + tokens,
-        ),
+def _within(shape: StepShape, max_context: int) -> StepShape:
+    """Return a shape that a model of so few positions can compute."""
+    half = max_context // 2
+    return StepShape(
+        shape.decodes,
+        min(shape.context, half),
+        min(shape.chunk, half),
+        min(shape.start, max_context - min(shape.chunk, half)),
     )
+
+
+def _num_blocks(shape: StepShape, block_size: int) -> int:
+    return shape.decodes * _blocks_for(shape.context + 1, block_size) + _blocks_for(
+        shape.start + shape.chunk, block_size
+    )
+
+
+def _rows(shape: StepShape, block_size: int) -> list[PlanRow]:
+    """Return a step's rows; each has blocks of its own."""
+    blocks = itertools.count()
+    places = [(shape.context, 1)] * shape.decodes
+    if shape.chunk:
+        places.append((shape.start, shape.chunk))
+    return [
+        PlanRow(
+            request_id=str(i),
+            start=start,
+            token_ids=[0] * count,
+            block_ids=list(itertools.islice(blocks, _blocks_for(start + count, block_size))),
+            samples=True,
+            sampling=SamplingContext(
+                params=SamplingParams(temperature=0.0),
+                token_ids=[0] * (start + count),
+                num_prompt_tokens=start + count,
+            ),
+            is_decode=i < shape.decodes,
+        )
+        for i, (start, count) in enumerate(places)
+    ]
+
+
+def _work(compute: Compute, rows: list[PlanRow], cache: KvCache) -> Callable[[], object]:
+    return lambda: compute(rows, cache)
 
 
 def _blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def _fastest(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(_REPEATS):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return min(times)
+def _fastest(works: Sequence[Callable[[], object]], clock: Clock) -> list[float]:
+    """Return the least time of each, over several rounds through all of them."""
+    began = clock()
+    rounds: list[list[float]] = []
+    while len(rounds) < _MIN_ROUNDS or (
+        len(rounds) < _MAX_ROUNDS and clock() - began < _ENOUGH_SECONDS
+    ):
+        rounds.append([_timed(work, clock) for work in works])
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def _timed(work: Callable[[], object], clock: Clock) -> float:
+    began = clock()
+    work()
+    return clock() - began
