@@ -5,11 +5,18 @@ supported, unless it holds the value that asks for nothing: silently ignoring it
 question that wasn't asked. Fields without influence on the answer are accepted.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from tidegate_engine.core.sampling import MAX_LOGPROBS, MAX_TEMPERATURE
 from tidegate_engine.server.errors import UNSUPPORTED
@@ -22,19 +29,33 @@ MAX_STOP_LENGTH = 256
 MAX_MESSAGES = 4096
 
 
-def _neutral(values: Sequence[object]) -> AfterValidator:
-    """Accept only values that ask for nothing; None always does."""
+class _Neutral:
+    """Accepts only values that ask for nothing; None always does."""
 
-    def check(value: object) -> object:
+    def __init__(self, *values: object) -> None:
+        self.values = values
+
+    def check(self, value: object) -> object:
+        """Return `value`, or say what may stand in its place."""
         # With types compared, as True == 1 == 1.0.
-        if value is not None and not any(value == v and _kind(value) is _kind(v) for v in values):
-            allowed = " or ".join(repr(v) for v in values) if values else "null"
+        if value is not None and not any(
+            value == v and _kind(value) is _kind(v) for v in self.values
+        ):
+            allowed = " or ".join(repr(v) for v in self.values) if self.values else "null"
             raise PydanticCustomError(
                 UNSUPPORTED, "not supported; leave it out or give {allowed}", {"allowed": allowed}
             )
         return value
 
-    return AfterValidator(check)
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, _: CoreSchema, __: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": [None, *self.values]}
 
 
 def _kind(value: object) -> type:
@@ -66,10 +87,10 @@ TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROM
 Stop = Annotated[
     str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None, AfterValidator(_check_stop)
 ]
-Nothing = Annotated[Any, _neutral([])]
-Off = Annotated[Any, _neutral([False])]
-Zero = Annotated[Any, _neutral([0])]
-Empty = Annotated[Any, _neutral([[], {}])]
+Nothing = Annotated[Any, _Neutral()]
+Off = Annotated[Any, _Neutral(False)]
+Zero = Annotated[Any, _Neutral(0)]
+Empty = Annotated[Any, _Neutral([], {})]
 
 
 class _Body(BaseModel):
@@ -143,8 +164,8 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     echo: Off = None
-    suffix: Annotated[Any, _neutral([""])] = None
-    best_of: Annotated[Any, _neutral([1])] = None
+    suffix: Annotated[Any, _Neutral("")] = None
+    best_of: Annotated[Any, _Neutral(1)] = None
 
 
 class TextPart(_Body):
@@ -188,15 +209,15 @@ class ChatBody(GenerationBody):
 
     # Not supported.
     audio: Nothing = None
-    function_call: Annotated[Any, _neutral(["none", "auto"])] = None
+    function_call: Annotated[Any, _Neutral("none", "auto")] = None
     functions: Empty = None
-    modalities: Annotated[Any, _neutral([["text"]])] = None
+    modalities: Annotated[Any, _Neutral(["text"])] = None
     prediction: Nothing = None
-    reasoning_effort: Annotated[Any, _neutral(["none"])] = None
-    response_format: Annotated[Any, _neutral([{"type": "text"}])] = None
-    service_tier: Annotated[Any, _neutral(["auto", "default"])] = None
+    reasoning_effort: Annotated[Any, _Neutral("none")] = None
+    response_format: Annotated[Any, _Neutral({"type": "text"})] = None
+    service_tier: Annotated[Any, _Neutral("auto", "default")] = None
     store: Off = None
-    tool_choice: Annotated[Any, _neutral(["none", "auto"])] = None
+    tool_choice: Annotated[Any, _Neutral("none", "auto")] = None
     tools: Empty = None
     verbosity: Nothing = None
     web_search_options: Nothing = None
