@@ -88,7 +88,7 @@ Stop = Annotated[
     str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None, AfterValidator(_check_stop)
 ]
 Nothing = Annotated[Any, _Neutral()]
-Off = Annotated[Any, _Neutral(False)]
+Off = Annotated[Any, _Neutral(False)]  # noqa: FBT003 (a value, no flag)
 Zero = Annotated[Any, _Neutral(0)]
 Empty = Annotated[Any, _Neutral([], {})]
 
