@@ -34,7 +34,7 @@ def test_a_benchmark_ends_at_ctrl_c() -> None:
 def test_the_benchmarks_are_listed() -> None:
     told = CliRunner().invoke(app, ["bench"]).output
 
-    assert all(name in told for name in ("batching", "scheduler", "propagation"))
+    assert all(name in told for name in ("batching", "engine", "scheduler", "propagation"))
 
 
 def test_a_trace_that_is_missing_is_named(tmp_path: Path) -> None:

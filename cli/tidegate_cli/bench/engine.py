@@ -217,13 +217,14 @@ class EngineBench:
         return await client.run(self._writer.write(self._padded.requests))
 
     async def _measure_peer(self, url: str) -> PeerFigures:
-        async with self._client(Target.of(url)) as client:
-            self._tell(f"{url}: {client.model}")
+        target = Target.of(url)
+        async with self._client(target) as client:
+            self._tell(f"{target.base_url}: {client.model}")
             await client.run(self._warm_up())
             burst = await client.run(self._burst())
             poisson = await client.run(self._writer.write(self._lengths))
         return PeerFigures(
-            url=url,
+            url=target.base_url,
             model=client.model,
             takes_token_ids=client.takes_token_ids,
             burst=burst,
@@ -334,7 +335,13 @@ def _described(settings: EngineSettings) -> dict[str, object]:
         for name, value in os.environ.items()
         if name.startswith(_INHERITED) and "KEY" not in name
     }
-    return {**asdict(settings), "threads": settings.num_threads, "environment": inherited}
+    return {
+        **asdict(settings),
+        "threads": settings.num_threads,
+        # Without the keys that the URLs may hold.
+        "peers": [Target.of(url).base_url for url in settings.peers],
+        "environment": inherited,
+    }
 
 
 def _as_pairs(requests: Sequence[SizedRequest]) -> list[tuple[Sequence[int], int]]:

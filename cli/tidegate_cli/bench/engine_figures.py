@@ -34,7 +34,11 @@ class ServedFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFigures:
-    """Another server under the same workload."""
+    """Another server under the same workload.
+
+    Attributes:
+        url: Without its key.
+    """
 
     url: str
     model: str
