@@ -294,6 +294,8 @@ class LocalTidegate:
                 "TIDEGATE_EXECUTOR": self.settings.executor,
                 "TIDEGATE_KV_BLOCKS": str(self.settings.kv_blocks),
                 "TIDEGATE_MAX_NUM_SEQS": str(self.settings.max_num_seqs),
+                # All engines share this machine's cores: none may count them as its own.
+                "TIDEGATE_THREADS": "1",
                 # Shorter than the pod's grace, so that engines end by themselves.
                 "TIDEGATE_DRAIN_SECONDS": "5",
                 "TIDEGATE_STATE_DIR": f"{self.work_folder}/engines/$(TIDEGATE_POD_NAME)",
