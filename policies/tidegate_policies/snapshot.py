@@ -147,6 +147,22 @@ class ServiceRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RateRule:
+    """What a tenant may use a minute, over all engines of the pool; None = no limit.
+
+    Attributes:
+        tokens_per_minute: Uncached prompt tokens and output tokens.
+        burst_percent: Depth of the token buckets, in percent of the limits.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
+
+    requests_per_minute: PositiveInt | None = None
+    tokens_per_minute: PositiveInt | None = None
+    burst_percent: PositiveInt = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantRule:
     """How one tenant is served.
 
@@ -164,6 +180,7 @@ class TenantRule:
         max_queued_tokens: Most prompt tokens of its requests waiting in one engine.
         max_prompt_tokens: Longest prompt, in tokens; None = what fits the pool.
         max_output_tokens: Most output tokens of one request; a larger wish is clipped.
+        rate: What it may use a minute, over all engines of the pool.
         cancel_on_disconnect: Whether a client that hangs up cancels its request.
         key_digests: SHA-256 (hex) of the API keys whose holder is this tenant.
     """
@@ -182,6 +199,7 @@ class TenantRule:
     max_queued_tokens: NaturalInt | None = None
     max_prompt_tokens: PositiveInt | None = None
     max_output_tokens: PositiveInt | None = None
+    rate: RateRule = field(default_factory=RateRule)
     cancel_on_disconnect: bool = True
     preemption: PreemptionRule = field(default_factory=PreemptionRule)
     service: ServiceRule = field(default_factory=ServiceRule)

@@ -1,0 +1,1 @@
+"""Rate limits that hold over all engines of a pool."""

@@ -1,0 +1,113 @@
+"""The rate limits of all tenants, as this engine takes part in them."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tidegate_engine.rates.bucket import LocalBucket
+from tidegate_engine.rates.bucket_script import BucketLimit, BucketStore
+from tidegate_policies.snapshot import PolicySnapshot, RateRule
+
+TOKENS, REQUESTS = "tokens", "requests"
+
+EXPIRY_SECONDS = 6.0
+"""The lease of an engine that was silent for so long returns to the pool."""
+
+RENEW_SECONDS = 2.0
+"""How often leases are renewed, and those without use given back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortage:
+    """A limit that a request doesn't fit in now.
+
+    Attributes:
+        unit: `tokens` or `requests`.
+        per_minute: The limit.
+        wait_seconds: When there may be enough.
+    """
+
+    unit: str
+    per_minute: float
+    wait_seconds: float
+
+
+@dataclass(slots=True)
+class Reservation:
+    """What was set aside for one request.
+
+    Attributes:
+        tokens: Uncached prompt tokens and expected output tokens.
+    """
+
+    tenant: str
+    tokens: float
+
+
+class FleetRates:
+    """Reserves, settles and renews, for every tenant with a limit."""
+
+    def __init__(self, store: BucketStore, *, clock: Callable[[], float]) -> None:
+        """Begin without limits; `run` keeps leases alive."""
+        self._store = store
+        self._clock = clock
+        self._buckets: dict[tuple[str, str], LocalBucket] = {}
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether any limit is divided by the number of engines, as Redis can't be asked."""
+        return any(bucket.is_alone for bucket in self._buckets.values())
+
+    def use_policy(self, snapshot: PolicySnapshot) -> None:
+        """Obey other limits from now on; what is leased stays leased."""
+        before, self._buckets = self._buckets, {}
+        for rule in snapshot.tenants:
+            for unit, limit in _limits(rule.rate):
+                key = (rule.tenant, unit)
+                bucket = before.get(key) or LocalBucket(
+                    *key, limit, store=self._store, clock=self._clock
+                )
+                bucket.limit = limit
+                self._buckets[key] = bucket
+
+    async def reserve(self, tenant: str, tokens: float) -> Reservation | Shortage:
+        """Set aside one request and so many tokens, or nothing."""
+        requests = await self._reserve(tenant, REQUESTS, 1.0)
+        if requests is not None:
+            return requests
+        shortage = await self._reserve(tenant, TOKENS, tokens)
+        if shortage is None:
+            return Reservation(tenant, tokens)
+        if (bucket := self._buckets.get((tenant, REQUESTS))) is not None:
+            bucket.give_back(1.0)
+        return shortage
+
+    def settle(self, reservation: Reservation, *, used_tokens: float) -> None:
+        """Give back what a request didn't use; what it used beyond is charged."""
+        if (bucket := self._buckets.get((reservation.tenant, TOKENS))) is not None:
+            bucket.give_back(reservation.tokens - used_tokens)
+
+    async def run(self) -> None:
+        """Renew leases until cancelled."""
+        while True:
+            await asyncio.sleep(RENEW_SECONDS)
+            for bucket in list(self._buckets.values()):
+                await bucket.renew()
+
+    async def _reserve(self, tenant: str, unit: str, amount: float) -> Shortage | None:
+        bucket = self._buckets.get((tenant, unit))
+        if bucket is None:
+            return None
+        wait = await bucket.reserve(amount)
+        if not wait:
+            return None
+        return Shortage(unit=unit, per_minute=bucket.limit.per_minute, wait_seconds=wait)
+
+
+def _limits(rule: RateRule) -> list[tuple[str, BucketLimit]]:
+    limits = ((TOKENS, rule.tokens_per_minute), (REQUESTS, rule.requests_per_minute))
+    return [
+        (unit, BucketLimit(per_minute=limit, depth=limit * rule.burst_percent / 100))
+        for unit, limit in limits
+        if limit is not None
+    ]
