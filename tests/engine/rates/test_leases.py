@@ -132,11 +132,13 @@ async def test_who_is_refused_learns_when_there_is_enough(redis: Redis) -> None:
 async def test_the_lease_of_a_dead_engine_returns(redis: Redis) -> None:
     fleet = await a_fleet(redis)
     dead, other = fleet.engine("dead"), fleet.engine("other")
-    assert await dead.reserve(400) == 0
-    dead.give_back(400)
-    assert await other.reserve(600) > 0
+    assert await dead.reserve(300) == 0
+    assert await other.reserve(300) == 0
+    dead.give_back(300)
+    assert await other.reserve(300) > 0
     await fleet.set_time(1006.5)
-    assert await other.reserve(600) == 0
+    assert await other.reserve(366) > 0  # 300 returned, 65 flowed in
+    assert await other.reserve(365) == 0
 
 
 async def test_a_request_beyond_the_depth_passes_and_leaves_debt(redis: Redis) -> None:
