@@ -1,6 +1,7 @@
 """Steps computed by a real model on PyTorch, on a CPU or on CUDA."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from tidegate_engine.executor.kv_copies import KvCopies
 from tidegate_engine.executor.measuring import measure_costs
 from tidegate_engine.executor.open_swaps import OpenSwaps
 from tidegate_engine.model.batch import BatchError, build_batch
+from tidegate_engine.model.linear import Quantization
 from tidegate_engine.model.llama import Llama
 from tidegate_engine.model.loader import LoadedModel
 from tidegate_engine.model.sampler import sample
@@ -24,14 +26,23 @@ class TorchExecutor:
     another. `num_threads` is the CPU threads of a step (None leaves PyTorch's choice, one a core),
     and holds for the whole process. Engines that share a machine should divide its cores: threads
     that wait for one without a core spin, and lose far more than the additional ones gain.
+    `quantization` and `kernel_cache` are `Llama`'s.
     """
 
     def __init__(
-        self, model: LoadedModel, kv_cache: KvCache, *, num_threads: int | None = None
+        self,
+        model: LoadedModel,
+        kv_cache: KvCache,
+        *,
+        num_threads: int | None = None,
+        quantization: Quantization = "none",
+        kernel_cache: Path | None = None,
     ) -> None:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
-        self._model = Llama(model.config, model.weights)
+        self._model = Llama(
+            model.config, model.weights, quantization=quantization, kernel_cache=kernel_cache
+        )
         self._kv_cache = kv_cache
         self._copies = KvCopies(kv_cache)
         self._open_swaps = OpenSwaps(self.capacity)
@@ -102,7 +113,6 @@ class TorchExecutor:
             self._model.config,
             num_blocks=cache.num_blocks,
             block_size=cache.block_size,
-            dtype=cache.pool.dtype,
             device=cache.pool.device,
         )
         logits = self._model.forward(batch, cache.pool)

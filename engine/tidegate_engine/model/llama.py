@@ -3,24 +3,24 @@
 Tokens of all rows lie one after the other; only attention knows which belong together.
 """
 
+from pathlib import Path
+from typing import Protocol
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from tidegate_engine.model.attention import PagedAttention
+from tidegate_engine.model import cpu
 from tidegate_engine.model.batch import Batch
 from tidegate_engine.model.config import LlamaConfig
+from tidegate_engine.model.layers import Layers
+from tidegate_engine.model.linear import Quantization
+from tidegate_engine.model.portable import PortableForward
 from tidegate_engine.model.rotary import RotaryTable
-from tidegate_engine.model.weights import LayerWeights, LlamaWeights
+from tidegate_engine.model.weights import LlamaWeights
 
 
-class Llama:
-    """A model of the Llama family, ready to compute steps."""
-
-    def __init__(self, config: LlamaConfig, weights: LlamaWeights) -> None:
-        self.config = config
-        self.weights = weights
-        self._rotary = RotaryTable.of(config, weights.embedding)
+class ForwardPass(Protocol):
+    """How a step is computed."""
 
     def forward(self, batch: Batch, pool: Tensor) -> Tensor:
         """Compute a step; its keys and values are written into `pool` [N, L, 2, B, K, D].
@@ -28,36 +28,58 @@ class Llama:
         Returns:
             Logits of the rows that sample [rows, vocabulary]; of the others none are computed.
         """
-        turn = self._rotary.at(batch.positions)
-        attention = PagedAttention(pool, batch)
-        hidden = functional.embedding(batch.token_ids, self.weights.embedding)
-        for i, layer in enumerate(self.weights.layers):
-            normed = self._norm(hidden, layer.attention_norm)
-            query, key, value = self._project(layer, turn, normed)
-            attended = attention.attend(i, query, key, value)
-            hidden = hidden + functional.linear(attended, layer.attention_output)
-            hidden = hidden + _mlp(layer, self._norm(hidden, layer.mlp_norm))
-        last = self._norm(hidden.index_select(0, batch.sampled), self.weights.final_norm)
-        return functional.linear(last, self.weights.output)
-
-    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_epsilon)
-
-    def _project(
-        self, layer: LayerWeights, turn: RotaryTable, hidden: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries [T, H, D] and keys [T, K, D], rotated, and values [T, K, D]."""
-        projected = functional.linear(hidden, layer.qkv, layer.qkv_bias)
-        heads = projected.view(len(hidden), -1, self.config.head_size)
-        num_queries, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
-        if layer.query_norm is not None and layer.key_norm is not None:
-            queries = self._norm(heads[:, :num_queries], layer.query_norm)
-            keys = self._norm(heads[:, num_queries:-num_kv_heads], layer.key_norm)
-            heads = torch.cat((queries, keys, heads[:, -num_kv_heads:]), dim=1)
-        rotated = turn.rotate(heads[:, : num_queries + num_kv_heads])
-        return rotated[:, :num_queries], rotated[:, num_queries:], heads[:, -num_kv_heads:]
+        ...
 
 
-def _mlp(layer: LayerWeights, hidden: Tensor) -> Tensor:
-    gate, up = functional.linear(hidden, layer.gate_up).chunk(2, dim=-1)
-    return functional.linear(functional.silu(gate) * up, layer.down)
+class Llama:
+    """A model of the Llama family, ready to compute steps; a `ForwardPass`.
+
+    On a CPU in float32 the steps are computed by kernels of our own, where those can be compiled;
+    what a row gets then doesn't depend on its neighbours or on how its prompt was cut in chunks,
+    down to the last bit. Everywhere else, and on sizes that the kernels don't fit, they are
+    computed by PyTorch's operations.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        weights: LlamaWeights,
+        *,
+        quantization: Quantization = "none",
+        kernel_cache: Path | None = None,
+    ) -> None:
+        """Lay the weights out.
+
+        Args:
+            config: The model's shape.
+            weights: Not needed any more afterwards.
+            quantization: Of all matrices but the embedding.
+            kernel_cache: Where compiled kernels are kept between processes; None = nowhere.
+        """
+        self.config = config
+        self._layers = Layers.pack(weights, quantization)
+        self._rotary = RotaryTable.of(config, self._layers.embedding)
+        self._kernel_cache = kernel_cache
+        self._portable = PortableForward(config, self._layers, self._rotary)
+        self._by_block_size: dict[int, ForwardPass] = {}
+
+    def forward(self, batch: Batch, pool: Tensor) -> Tensor:
+        """Compute a step."""
+        block_size = pool.shape[3]
+        if block_size not in self._by_block_size:
+            self._by_block_size[block_size] = self._choose(block_size)
+        return self._by_block_size[block_size].forward(batch, pool)
+
+    def _choose(self, block_size: int) -> ForwardPass:
+        embedding = self._layers.embedding
+        if embedding.device.type == "cpu" and embedding.dtype == torch.float32:
+            kernels = cpu.new_forward(
+                self.config,
+                self._layers,
+                self._rotary,
+                block_size=block_size,
+                kernel_cache=self._kernel_cache,
+            )
+            if kernels is not None:
+                return kernels
+        return self._portable

@@ -1,8 +1,9 @@
+import numpy as np
 import torch
 from torch import Tensor
 
 from tidegate_engine.core.plan import PlanRow
-from tidegate_engine.model.attention import PagedAttention
+from tidegate_engine.model.attention import GatheredAttention, RowGroup, group_rows
 from tidegate_engine.model.batch import build_batch
 from tidegate_testing.models import TINY, plan_row
 
@@ -41,7 +42,7 @@ def test_paged_attention_is_dense_attention_over_each_rows_own_tokens() -> None:
     key, value = torch.randn(2, num_tokens, K, D)
 
     batch = build_batch(rows, TINY, num_blocks=120, block_size=BLOCK_SIZE)
-    out = PagedAttention(pool, batch).attend(LAYER, query, key, value)
+    out = GatheredAttention(pool, batch).attend(LAYER, query, key, value)
 
     at = 0
     for row, (keys, values) in zip(rows, contexts, strict=True):
@@ -57,9 +58,41 @@ def test_only_the_rows_own_slots_of_the_layer_are_written() -> None:
     row: PlanRow = plan_row([0, 0], [2, 0], start=3)
     batch = build_batch([row], TINY, num_blocks=4, block_size=BLOCK_SIZE)
     key, value = torch.full((2, K, D), 2.0), torch.full((2, K, D), 3.0)
-    PagedAttention(pool, batch).attend(LAYER, torch.zeros(2, H, D), key, value)
+    GatheredAttention(pool, batch).attend(LAYER, torch.zeros(2, H, D), key, value)
     expected = torch.zeros_like(pool)
     for block, offset in ((2, 3), (0, 0)):
         expected[block, LAYER, 0, offset] = 2.0
         expected[block, LAYER, 1, offset] = 3.0
     assert torch.equal(pool, expected)
+
+
+def groups_of(*rows: PlanRow) -> list[RowGroup]:
+    batch = build_batch(rows, TINY, num_blocks=100, block_size=BLOCK_SIZE)
+    return group_rows(batch.rows, BLOCK_SIZE)[0]
+
+
+def decode_at(position: int) -> PlanRow:
+    return plan_row([5], [*range(position // BLOCK_SIZE + 1)], start=position)
+
+
+def test_decodes_of_similar_length_are_one_group() -> None:
+    assert len(groups_of(*(decode_at(position) for position in (0, 3, 9, 31)))) == 1
+
+
+def test_padding_at_most_doubles_contexts_and_queries() -> None:
+    rows = [decode_at(position) for position in (31, 32, 40, 63, 64, 200, 255, 399)]
+    rows += [plan_row([5] * n, [*range(50)]) for n in (1, 2, 3, 30, 100, 199)]
+    for group in groups_of(*rows):
+        _, num_blocks = group.block_tables.shape
+        assert group.positions.max(axis=1).min() >= num_blocks * BLOCK_SIZE / 2 or num_blocks <= 8
+        distinct = [len(set(tokens)) for tokens in group.tokens.tolist()]
+        assert min(distinct) > group.tokens.shape[1] / 2 or group.tokens.shape[1] == 1
+
+
+def test_every_tokens_output_is_found_among_the_groups() -> None:
+    rows = [plan_row([5] * n, [*range(50)]) for n in (7, 1, 100, 1, 6)]
+    batch = build_batch(rows, TINY, num_blocks=100, block_size=BLOCK_SIZE)
+    groups, restore = group_rows(batch.rows, BLOCK_SIZE)
+    padded = np.concatenate([group.tokens.reshape(-1) for group in groups])
+    assert padded.tolist() != list(range(115))
+    assert padded[restore].tolist() == list(range(115))

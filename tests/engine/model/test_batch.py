@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from tidegate_engine.core.plan import PlanRow
 from tidegate_engine.model.batch import Batch, BatchError, build_batch
@@ -31,37 +30,12 @@ def test_only_last_tokens_of_sampling_rows_are_sampled() -> None:
     assert batch.sampled.tolist() == [1, 5]
 
 
-def test_decodes_of_similar_length_are_one_group() -> None:
-    batch = build(*(decode_at(position) for position in (0, 3, 9, 31)))
-    assert len(batch.groups) == 1
-
-
-def test_padding_at_most_doubles_contexts_and_queries() -> None:
-    rows = [decode_at(position) for position in (31, 32, 40, 63, 64, 200, 255, 399)]
-    rows += [plan_row([5] * n, [*range(50)]) for n in (1, 2, 3, 30, 100, 199)]
-    batch = build(*rows)
-    for group in batch.groups:
-        num_rows, num_blocks = group.block_tables.shape
-        queries, context = group.mask.shape[2] // 2, group.mask.shape[3]
-        assert context == num_blocks * BLOCK_SIZE
-        visible = (group.mask[:, 0, :queries] == 0).sum(dim=-1)
-        assert visible.max(dim=-1).values.min() > min(context, 32) / 2 or num_blocks <= 8
-        distinct = [len(set(tokens)) for tokens in group.tokens.view(num_rows, -1).tolist()]
-        assert min(distinct) > queries / 2 or queries == 1
-
-
-def test_restoring_finds_every_token_once() -> None:
-    rows = [plan_row([5] * n, [*range(50)]) for n in (7, 1, 100, 1, 6)]
-    batch = build(*rows)
-    padded = torch.cat([group.tokens for group in batch.groups])
-    assert padded.tolist() != list(range(115))
-    assert padded[batch.restore].tolist() == list(range(115))
-
-
-def test_a_query_sees_its_past_and_itself_only() -> None:
-    (group,) = build(plan_row([5, 6, 7], [3, 8], start=2)).groups
-    seen = (group.mask[0, 0] == 0).sum(dim=-1).tolist()
-    assert seen == [3, 4, 5] * 2  # two query heads share a KV head
+def test_rows_keep_what_they_reach_of_their_block_tables() -> None:
+    rows = build(plan_row([5, 6, 7], [9, 4, 8, 8], start=2), decode_at(9)).rows
+    assert rows.firsts.tolist() == [0, 3]
+    assert rows.lengths.tolist() == [3, 1]
+    assert rows.starts.tolist() == [2, 9]
+    assert rows.block_tables.tolist() == [[9, 4, 4], [0, 1, 2]]
 
 
 def test_padding_rows_are_laid_out_in_the_block_behind_all_others() -> None:

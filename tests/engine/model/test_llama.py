@@ -11,28 +11,44 @@ from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.llama import Llama
 from tidegate_testing.models import TINY, plan_row, random_tensors, tiny_model
 
-BLOCK_SIZE = 4
 NUM_BLOCKS = 64
 PROMPT = torch.randint(0, TINY.vocab_size, (50,), generator=torch.Generator().manual_seed(1))
 TOKENS: list[int] = PROMPT.tolist()
 IN_ORDER = [*range(13)]
 SHUFFLED = [40, 3, 17, 60, 22, 5, 51, 9, 33, 12, 0, 63, 28]
+# Sizes that the CPU's kernels fit, unlike TINY's.
+SIXTEENS = dataclasses.replace(
+    TINY, hidden_size=64, head_size=32, intermediate_size=96, vocab_size=272
+)
+CASES = {
+    "tied": TINY,
+    "untied": dataclasses.replace(TINY, has_tied_embeddings=False),
+    "kernels": SIXTEENS,
+    "kernels-untied-6-to-1": dataclasses.replace(
+        SIXTEENS, has_tied_embeddings=False, num_heads=6, num_kv_heads=1
+    ),
+}
 
 
-@pytest.fixture(params=[True, False], ids=["tied", "untied"])
-def llama(request: pytest.FixtureRequest) -> Llama:
-    model = tiny_model(dataclasses.replace(TINY, has_tied_embeddings=request.param))
-    return Llama(model.config, model.weights)
+@pytest.fixture(params=CASES)
+def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Llama:
+    cache = tmp_path_factory.getbasetemp() / "kernels"
+    model = tiny_model(CASES[request.param])
+    return Llama(model.config, model.weights, kernel_cache=cache)
+
+
+def block_size_of(config: LlamaConfig) -> int:
+    return 16 if config.head_size == SIXTEENS.head_size else 4
 
 
 def new_pool(config: LlamaConfig) -> Tensor:
-    return torch.zeros(
-        NUM_BLOCKS, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_size
-    )
+    sizes = (block_size_of(config), config.num_kv_heads, config.head_size)
+    return torch.zeros(NUM_BLOCKS + 1, config.num_layers, 2, *sizes)
 
 
 def step(llama: Llama, pool: Tensor, *rows: PlanRow) -> Tensor:
-    batch = build_batch(rows, llama.config, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE)
+    block_size = block_size_of(llama.config)
+    batch = build_batch(rows, llama.config, num_blocks=NUM_BLOCKS, block_size=block_size)
     with torch.inference_mode():
         return llama.forward(batch, pool)
 
@@ -81,7 +97,7 @@ def test_only_sampling_rows_get_logits(llama: Llama) -> None:
         plan_row(TOKENS[:9], [0, 1, 2], samples=False),
         plan_row(TOKENS[:5], [3, 4]),
     )
-    assert logits.shape == (1, TINY.vocab_size)
+    assert logits.shape == (1, llama.config.vocab_size)
     assert is_close(logits[0], whole(llama, TOKENS[:5]))
 
 

@@ -1,0 +1,101 @@
+"""Matrix products with weights that are laid out once: in the model's dtype, or in 8 bits."""
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Quantization = Literal["none", "int8"]
+"""Of the weights. `int8` has one scale for each output, and quantises inputs token by token."""
+
+_MAX_BYTE = 127.0
+# What CUDA's 8-bit product asks for: more rows than 16, in multiples of 8.
+_CUDA_ROWS = 32
+
+
+class Linear(Protocol):
+    """A product with one weight matrix, without bias."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Columns of the product."""
+        ...
+
+    @property
+    def scales(self) -> Tensor | None:
+        """Of each output [outputs] in float32, where `multiply_into` works in 8 bits."""
+        ...
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Return the product [T, outputs] of rows [T, inputs], both in the model's dtype."""
+        ...
+
+    def multiply_into(self, out: Tensor, rows: Tensor) -> None:
+        """Compute the bare product: of 8-bit rows, as 32-bit sums, where there are scales.
+
+        On a CPU a row's product is the same to the last bit whatever the other rows are, as long as
+        there is another one.
+        """
+        ...
+
+
+class DenseLinear:
+    """In the weight's own dtype."""
+
+    scales: Tensor | None = None
+
+    def __init__(self, weight: Tensor) -> None:
+        """Lay out a weight [outputs, inputs], which isn't needed any more."""
+        self.num_outputs = len(weight)
+        # On CPUs a product with few rows takes half the time when the outputs lie side by side.
+        transposed = weight.t()
+        is_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
+        self._weight = transposed.contiguous() if is_cpu else transposed
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Return the product."""
+        return torch.mm(rows, self._weight)
+
+    def multiply_into(self, out: Tensor, rows: Tensor) -> None:
+        """Compute the product in `out`."""
+        torch.mm(rows, self._weight, out=out)
+
+
+class Int8Linear:
+    """In 8 bits, each output's weights with a scale of their own."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Quantise a weight [outputs, inputs], which isn't needed any more."""
+        self.num_outputs = len(weight)
+        values, self.scales = quantise(weight)
+        self._weight = values.t()
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Quantise the rows, and return the product as if they never had been."""
+        values, row_scales = quantise(rows)
+        missing = -len(values) % _CUDA_ROWS if values.device.type == "cuda" else 0
+        padded = functional.pad(values, (0, 0, 0, missing))
+        sums = torch._int_mm(padded, self._weight)  # noqa: SLF001 - the only one PyTorch has
+        scaled = sums[: len(rows)].float() * row_scales[:, None] * self.scales
+        return scaled.to(rows.dtype)
+
+    def multiply_into(self, out: Tensor, rows: Tensor) -> None:
+        """Compute the sums of 8-bit rows in `out`."""
+        torch._int_mm(rows, self._weight, out=out)  # noqa: SLF001
+
+
+def new_linear(weight: Tensor, quantization: Quantization) -> Linear:
+    """Lay out a weight [outputs, inputs]."""
+    return Int8Linear(weight) if quantization == "int8" else DenseLinear(weight)
+
+
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Round each row [T, any] to 8 bits, such that its largest number becomes 127 or -127.
+
+    Returns:
+        The bytes, and what to multiply each row with [T], float32.
+    """
+    largest = rows.abs().amax(dim=-1).float()
+    factors = torch.where(largest > 0, _MAX_BYTE / largest, 0.0)
+    return (rows.float() * factors[:, None]).round().to(torch.int8), largest / _MAX_BYTE

@@ -1,0 +1,185 @@
+"""The CPU's kernels against the portable forward pass, and against themselves."""
+
+import dataclasses
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tidegate_engine.core.plan import PlanRow
+from tidegate_engine.model.batch import Batch, build_batch
+from tidegate_engine.model.config import LlamaConfig
+from tidegate_engine.model.cpu import new_forward
+from tidegate_engine.model.layers import Layers
+from tidegate_engine.model.linear import Quantization
+from tidegate_engine.model.llama import ForwardPass
+from tidegate_engine.model.portable import PortableForward
+from tidegate_engine.model.rotary import RotaryTable
+from tidegate_testing.models import TINY, plan_row, tiny_model
+
+pytest.importorskip("numba")
+
+NUM_BLOCKS = 96
+GROUPED = dataclasses.replace(
+    TINY, hidden_size=64, head_size=32, intermediate_size=96, vocab_size=272
+)
+SHAPES = {
+    "grouped": GROUPED,
+    "qwen3-like": dataclasses.replace(GROUPED, num_heads=3, num_kv_heads=3, has_qk_norm=True),
+    "qwen2-like": dataclasses.replace(GROUPED, num_heads=7, num_kv_heads=1, has_qkv_bias=True),
+    "wide-heads": dataclasses.replace(GROUPED, num_heads=6, num_kv_heads=2, head_size=64),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    config: LlamaConfig
+    block_size: int
+    kernels: ForwardPass
+    portable: ForwardPass
+
+    def batch(self, *rows: PlanRow) -> Batch:
+        return build_batch(rows, self.config, num_blocks=NUM_BLOCKS, block_size=self.block_size)
+
+    def new_pool(self, fill: float = 0.0) -> Tensor:
+        config = self.config
+        sizes = (self.block_size, config.num_kv_heads, config.head_size)
+        return torch.full((NUM_BLOCKS + 1, config.num_layers, 2, *sizes), fill)
+
+
+def new_model(
+    config: LlamaConfig, cache: Path, *, block_size: int = 16, quantization: Quantization = "none"
+) -> Model:
+    model = tiny_model(config)
+    layers = Layers.pack(model.weights, quantization)
+    rotary = RotaryTable.of(config, layers.embedding)
+    kernels = new_forward(config, layers, rotary, block_size=block_size, kernel_cache=cache)
+    if kernels is None:
+        pytest.skip("no OpenMP library that kernels can run on")
+    return Model(config, block_size, kernels, PortableForward(config, layers, rotary))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(GROUPED.vocab_size), k=count)
+
+
+def mixed_rows(block_size: int) -> list[PlanRow]:
+    blocks = iter(random.Random(0).sample(range(NUM_BLOCKS), NUM_BLOCKS))
+    rows = []
+    for i, (start, count) in enumerate(
+        ((3, 6), (21, 1), (0, 30), (0, 1), (130, 2), (160, 1), (1, 29), (15, 1), (16, 17))
+    ):
+        table = [next(blocks) for _ in range(-(-(start + count) // block_size))]
+        rows.append(plan_row(tokens(count, i), table, start=start, samples=i % 3 != 1))
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("shape", "block_size"), [*((shape, 16) for shape in SHAPES), ("grouped", 32)]
+)
+def test_kernels_compute_what_pytorch_does(shape: str, block_size: int, cache: Path) -> None:
+    model = new_model(SHAPES[shape], cache, block_size=block_size)
+    torch.manual_seed(0)
+    rows = mixed_rows(block_size)
+    # What is in others' blocks must not matter, nor what is behind a row's last position.
+    pools = [model.new_pool(torch.nan) for _ in range(2)]
+    for row in rows:
+        context = torch.randn(len(row.block_ids), *pools[0].shape[1:])
+        for pool in pools:
+            pool[list(row.block_ids)] = context
+    batch = model.batch(*rows)
+    with torch.inference_mode():
+        ours = model.kernels.forward(batch, pools[0])
+        theirs = model.portable.forward(batch, pools[1])
+    assert ours.shape == theirs.shape == (6, model.config.vocab_size)
+    assert torch.allclose(ours, theirs, rtol=0, atol=5e-5)
+    assert torch.allclose(pools[0], pools[1], rtol=0, atol=5e-5, equal_nan=True)
+
+
+def test_8_bit_kernels_compute_what_pytorch_does_but_for_rounding(cache: Path) -> None:
+    model = new_model(SHAPES["qwen2-like"], cache, quantization="int8")
+    batch = model.batch(plan_row(tokens(40, 0), [4, 9, 1]), plan_row(tokens(9, 1), [5]))
+    with torch.inference_mode():
+        ours = model.kernels.forward(batch, model.new_pool())
+        theirs = model.portable.forward(batch, model.new_pool())
+    # Where a number lies between two bytes, the last bit of a float decides.
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.01
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_neighbours_and_chunks_change_no_bit(
+    quantization: Quantization, num_threads: int, cache: Path
+) -> None:
+    torch.set_num_threads(num_threads)
+    try:
+        model = new_model(GROUPED, cache, quantization=quantization)
+        prompt = tokens(120, 5)
+        blocks = [*range(8)]
+        with torch.inference_mode():
+            alone = model.kernels.forward(model.batch(plan_row(prompt, blocks)), model.new_pool())
+            for seed in range(4):
+                assert torch.equal(in_chunks(model, prompt, blocks, seed), alone[0])
+    finally:
+        torch.set_num_threads(1)
+
+
+def in_chunks(model: Model, prompt: list[int], blocks: list[int], seed: int) -> Tensor:
+    """Compute a prompt in chunks of any size, each beside other neighbours."""
+    choose = random.Random(seed)
+    pool, start, logits = model.new_pool(), 0, torch.empty(0)
+    others = [[50 + 2 * i, 51 + 2 * i] for i in range(20)]
+    while start < len(prompt):
+        count = min(choose.choice([1, 1, 2, 5, 8, 17, 64]), len(prompt) - start)
+        rows = [plan_row(prompt[start : start + count], blocks, start=start)]
+        for i in range(choose.choice([0, 1, 3, 20])):
+            length, at = choose.choice([(1, 0), (1, 20), (7, 13), (30, 0)])
+            rows.append(plan_row(tokens(length, i), others[i], start=at))
+        order = choose.sample(range(len(rows)), len(rows))
+        out = model.kernels.forward(model.batch(*(rows[i] for i in order)), pool)
+        logits = out[order.index(0)]
+        start += count
+    return logits
+
+
+def test_a_step_of_more_tokens_than_ever_is_computed(cache: Path) -> None:
+    model = new_model(GROUPED, cache)
+    prompt = tokens(400, 7)
+    batch = model.batch(plan_row(prompt, [*range(25)]))
+    with torch.inference_mode():
+        ours = model.kernels.forward(batch, model.new_pool())
+        theirs = model.portable.forward(batch, model.new_pool())
+    assert torch.allclose(ours, theirs, rtol=0, atol=5e-5)
+
+
+def test_rows_that_only_pass_by_get_no_logits(cache: Path) -> None:
+    model = new_model(GROUPED, cache)
+    batch = model.batch(plan_row([1, 2, 3], [0], samples=False))
+    with torch.inference_mode():
+        assert model.kernels.forward(batch, model.new_pool()).shape == (0, 272)
+
+
+def test_sizes_that_are_no_multiple_of_16_are_left_to_pytorch(cache: Path) -> None:
+    model = tiny_model(TINY)
+    layers = Layers.pack(model.weights, "none")
+    rotary = RotaryTable.of(TINY, layers.embedding)
+    for block_size, config in itertools.product((16, 4), (TINY,)):
+        assert (
+            new_forward(config, layers, rotary, block_size=block_size, kernel_cache=cache) is None
+        )
+
+
+def test_compiled_kernels_are_kept_for_the_next_process(cache: Path) -> None:
+    new_model(GROUPED, cache)
+    kept = sorted(path for path in cache.rglob("*.nbc"))
+    assert kept
+    new_model(GROUPED, cache)
+    assert sorted(path for path in cache.rglob("*.nbc")) == kept
