@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from tidegate_cli.bench.batching import BatchingSettings, run_batching
+from tidegate_cli.bench.cancel import CancelSettings, run_cancel
 from tidegate_cli.bench.engine import EngineSettings, run_engine_bench
 from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
 from tidegate_cli.bench.scheduler import SchedulerSettings, run_scheduler
@@ -163,6 +164,21 @@ def engine(  # noqa: PLR0917 - typer passes options by name
         settings = settings.quick()
     run_to_end(
         run_engine_bench(_console(), settings=settings, progress=to_stderr, json_file=json_file)
+    )
+
+
+@bench.command()
+def cancel(
+    seed: Annotated[int, typer.Option(help="Chooses ways, moments and prompts.")] = 1,
+    json_file: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Measure the time from a client that leaves to its KV free, on the real model."""
+    settings = CancelSettings(seed=seed)
+    if quick:
+        settings = settings.quick()
+    compute_to_end(
+        lambda: run_cancel(_console(), settings=settings, progress=to_stderr, json_file=json_file)
     )
 
 
