@@ -30,12 +30,14 @@ class _Members:
         heap: (counter, member), at least one entry for each active one; one whose counter has grown
             since is put right when it comes to the top.
         left_last: Counter of the member that became inactive last.
+        elsewhere: Members that want service of other engines of the pool.
     """
 
     active: dict[str, None] = field(default_factory=dict)
     suspended: dict[str, None] = field(default_factory=dict)
     heap: list[tuple[float, str]] = field(default_factory=list)
     left_last: float = 0.0
+    elsewhere: dict[str, None] = field(default_factory=dict)
 
 
 class VirtualTokenCounters:
@@ -73,16 +75,22 @@ class VirtualTokenCounters:
     def join(self, tenant: str, group: Group) -> None:
         """Lift the counter of a tenant that becomes active, so that it can't bank idle time.
 
-        The floor is the least counter of the others that want service in the group or, when there
-        is none, the counter with which a tenant of the group became inactive last, or the least of
-        the suspended ones if that is more. A counter never falls.
+        The floor is the least counter of the others that want service in the group, of this engine
+        or of another; when there is none, the counter with which a tenant of the group became
+        inactive last, or the least of the suspended ones if that is more. A counter never falls.
+        Whoever wants service elsewhere already has no idle time to bank.
         """
         members = self._groups.setdefault(group, _Members())
-        floor = self._least(members)
-        if floor is None:
-            floor = max(members.left_last, min(map(self.value, members.suspended), default=0.0))
-        self._counter[tenant] = max(self.value(tenant), floor)
+        if tenant not in members.elsewhere:
+            self._counter[tenant] = max(self.value(tenant), self._floor(members))
         self.readmit(tenant, group)
+
+    def note_elsewhere(self, active: Iterable[tuple[str, Group]]) -> None:
+        """Know who wants service of other engines; whoever isn't named any more doesn't."""
+        for members in self._groups.values():
+            members.elsewhere = {}
+        for tenant, group in active:
+            self._groups.setdefault(group, _Members()).elsewhere[tenant] = None
 
     def leave(self, tenant: str, group: Group) -> None:
         """Remember with which counter `tenant` has become inactive in the group."""
@@ -116,12 +124,20 @@ class VirtualTokenCounters:
         Its counter grew against other tenants and says nothing in the new group: it starts level
         with the least served one instead of being punished or favoured for its past.
         """
-        self._counter[tenant] = 0.0
-        self.join(tenant, group)
+        self._counter[tenant] = self._floor(self._groups.setdefault(group, _Members()))
+        self.readmit(tenant, group)
 
     def forget(self, tenant: str) -> None:
         """Drop a tenant that is no longer declared and has no work."""
         self._counter.pop(tenant, None)
+
+    def _floor(self, members: _Members) -> float:
+        least = self._least(members)
+        wanting = [] if least is None else [least]
+        wanting += map(self.value, members.elsewhere)
+        if wanting:
+            return min(wanting)
+        return max(members.left_last, min(map(self.value, members.suspended), default=0.0))
 
     def _least(self, members: _Members) -> float | None:
         """Return the least counter of the active members."""

@@ -135,3 +135,30 @@ def test_backlogged_tenants_stay_within_one_request(
         least = min("ab", key=counters.value)
         counters.charge(least, size, weight=by_name[least])
     assert abs(counters.value("a") - counters.value("b")) <= max(sizes) / min(weights)
+
+
+def test_a_newcomer_is_lifted_to_who_wants_service_elsewhere() -> None:
+    counters = VirtualTokenCounters()
+    counters.charge("far", 500, weight=1)
+    counters.note_elsewhere([("far", TIER)])
+    counters.join("new", TIER)
+    assert counters.value("new") == 500
+
+
+def test_who_wants_service_elsewhere_is_no_newcomer_here() -> None:
+    counters = VirtualTokenCounters()
+    counters.join("here", TIER)
+    counters.charge("here", 900, weight=1)
+    counters.charge("spread", 100, weight=1)
+    counters.note_elsewhere([("spread", TIER)])
+    counters.join("spread", TIER)
+    assert counters.value("spread") == 100
+
+
+def test_who_is_not_named_any_more_wants_nothing_elsewhere() -> None:
+    counters = VirtualTokenCounters()
+    counters.charge("far", 500, weight=1)
+    counters.note_elsewhere([("far", TIER)])
+    counters.note_elsewhere([])
+    counters.join("new", TIER)
+    assert counters.value("new") == 0

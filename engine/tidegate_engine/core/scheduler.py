@@ -11,6 +11,7 @@ cancels come between the two calls of neighbouring steps, so that no step that i
 cancel contains the request.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from tidegate_engine.core.accounts import Accounts
@@ -31,18 +32,9 @@ from tidegate_engine.core.invariants import check_books
 from tidegate_engine.core.kv_gate import KvGate
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.limits import EngineLimits
-from tidegate_engine.core.plan import (
-    Expiry,
-    StepPlan,
-    StepResult,
-)
+from tidegate_engine.core.plan import Expiry, StepPlan, StepResult
 from tidegate_engine.core.preemptor import Preemptor
-from tidegate_engine.core.request import (
-    Rejection,
-    Request,
-    SchedulerStats,
-    TokenOutput,
-)
+from tidegate_engine.core.request import Rejection, Request, SchedulerStats, TokenOutput
 from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.stats import describe
@@ -197,6 +189,15 @@ class Scheduler:
     def apply_policy(self, snapshot: PolicySnapshot, revision: int) -> None:
         """Leave a policy in the mailbox; the next `plan_step` puts it in force, whole."""
         self._mailbox = (snapshot, revision)
+
+    def note_elsewhere(self, service: Mapping[str, float], active: Iterable[str]) -> None:
+        """Count what other engines of the pool gave: fairness holds over all of them.
+
+        Args:
+            service: By tenant, since the last call, in cost units.
+            active: Tenants with work in another engine.
+        """
+        self._tenants.note_elsewhere(service, active)
 
     # -- a step ----------------------------------------------------------------------------------
 

@@ -250,6 +250,20 @@ class TenantTable:
         if not tenant.is_declared:
             self._drop(tenant)
 
+    def note_elsewhere(self, service: Mapping[str, float], active: Iterable[str]) -> None:
+        """Count what other engines of the pool gave, and who wants service of them.
+
+        Args:
+            service: By tenant, since the last call, in cost units.
+            active: Tenants with work in another engine.
+        """
+        for name, cost in service.items():
+            tenant = self.declared(name)
+            if tenant is not None:
+                self.counters.charge(name, cost, weight=tenant.rule.weight)
+        known = [tenant for name in active if (tenant := self.declared(name)) is not None]
+        self.counters.note_elsewhere((tenant.name, tenant.group) for tenant in known)
+
     def take_dropped(self) -> list[str]:
         """Return whom nothing is known of any more since the last call."""
         dropped, self._dropped = self._dropped, []

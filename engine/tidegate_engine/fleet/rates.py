@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tidegate_engine.rates.bucket import LocalBucket
-from tidegate_engine.rates.bucket_script import BucketLimit, BucketStore
+from tidegate_engine.fleet.bucket import LocalBucket
+from tidegate_engine.fleet.bucket_script import BucketLimit, BucketStore
 from tidegate_policies.snapshot import PolicySnapshot, RateRule
 
 TOKENS, REQUESTS = "tokens", "requests"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from tidegate_devcluster.redis_server import RedisServer
-from tidegate_engine.rates.bucket import LocalBucket
-from tidegate_engine.rates.bucket_script import LEASE, BucketLimit, BucketStore
-from tidegate_engine.rates.fleet import FleetRates, Reservation, Shortage
+from tidegate_engine.fleet.bucket import LocalBucket
+from tidegate_engine.fleet.bucket_script import LEASE, BucketLimit, BucketStore
+from tidegate_engine.fleet.rates import FleetRates, Reservation, Shortage
 from tidegate_policies.snapshot import RateRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 

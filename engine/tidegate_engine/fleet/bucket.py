@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from redis.exceptions import RedisError
 
-from tidegate_engine.rates.bucket_script import BucketLimit, BucketStore
+from tidegate_engine.fleet.bucket_script import BucketLimit, BucketStore
 
 _CHUNK_SECONDS = 1.0
 """A lease is for about as long: long enough that Redis is asked once a second, no more."""

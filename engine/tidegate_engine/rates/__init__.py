@@ -1,1 +1,0 @@
-"""Rate limits that hold over all engines of a pool."""
