@@ -103,8 +103,9 @@ class Settings(BaseSettings):
         dtype: Number format of weights and KV cache; `auto` = the faster one of float32 and
             bfloat16, measured at the start. With float32 a request gets the same tokens whatever
             shares its steps; bfloat16 is emulated, and slower, on CPUs without it.
-        quantization: `int8` holds the weights of the layers in 8 bits, and the activations of each
-            token while they are multiplied: faster on CPUs with VNNI, and a little less exact.
+        quantization: `int8` holds the weights of all matrices but the embedding in 8 bits, and the
+            activations of each token while they are multiplied: faster on CPUs with VNNI, and a
+            little less exact.
         device: Where PyTorch computes: `cpu`, `cuda` or `cuda:N`.
         kv_blocks: KV blocks in the pool; None = `auto`: what memory allows beside the weights
             (docs/engine-settings.md), or, with `simulated_gpu`, as many as fit there. On a CPU
@@ -132,7 +133,8 @@ class Settings(BaseSettings):
             there without a token.
         admin_token: What callers of the admin API present, at least 16 characters.
         admin_token_file: The same in a file, as a mounted Secret has it; read once, at the start.
-        cache_dir: Where converted weights are kept between starts; engines may share it.
+        cache_dir: Where converted weights and compiled kernels are kept between starts; engines may
+            share it.
         drain_seconds: How long running requests may go on after SIGTERM; shorter than the pod's
             `terminationGracePeriodSeconds`, or they are killed instead of told.
         simulated_gpu: Simulated steps take as long as on this GPU. Without it they take what the
@@ -203,16 +205,6 @@ class Settings(BaseSettings):
                 variable_of("max_batched_tokens"),
                 f"must be at least {variable_of('max_num_seqs')} ({self.max_num_seqs}), as every"
                 f" running request computes a token in each step, got {self.max_batched_tokens}",
-            )
-        if self.quantization == "int8" and self.dtype == "float16":
-            raise SettingsError(
-                variable_of("quantization"),
-                f"int8 needs {variable_of('dtype')} float32 or bfloat16, which is float16",
-            )
-        if self.quantization == "int8" and self.device != "cpu":
-            raise SettingsError(
-                variable_of("quantization"),
-                f"int8 needs {variable_of('device')} cpu, which is {self.device}",
             )
 
     def read_admin_token(self) -> str | None:

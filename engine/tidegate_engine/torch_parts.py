@@ -25,6 +25,7 @@ from tidegate_engine.start_errors import DeviceError, StartError, size_text
 from tidegate_engine.summary import Summary, counted
 
 _AUTO_DTYPES = ("float32", "bfloat16")
+_KERNELS = "kernels"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +53,11 @@ def load_torch(settings: Settings) -> TorchParts:
     """
     _check_device(settings.device)
     cores = Machine.of_this_process().cores
+    # Loading lays out weights, too; PyTorch's own choice knows nothing of quotas.
+    torch.set_num_threads(_thread_counts(settings, cores)[-1])
     dtypes: list[Trial[str]] = []
     if settings.dtype == AUTO:
-        dtypes = try_all(_AUTO_DTYPES, lambda dtype: _measure_dtype(settings, dtype, cores))
+        dtypes = try_all(_AUTO_DTYPES, lambda dtype: _measure_dtype(settings, dtype))
     dtype = best_of(dtypes).way if dtypes else settings.dtype
     loaded = _load(settings, dtype)
     cache = _allocate(settings, loaded.config, dtype, _weight_bytes(loaded))
@@ -70,7 +73,7 @@ def load_torch(settings: Settings) -> TorchParts:
         summary=(
             ("model", f"{settings.model_source}, {_shape(loaded)}"),
             ("computing", _computing(settings, dtype, dtypes, threads)),
-            ("memory", _memory(loaded, cache)),
+            ("memory", _memory(settings, loaded, cache)),
         ),
     )
 
@@ -91,13 +94,18 @@ def _load(settings: Settings, dtype: str) -> LoadedModel:
 
 
 def _executor(settings: Settings, loaded: LoadedModel, cache: KvCache) -> TorchExecutor:
-    return TorchExecutor(loaded, cache, num_threads=settings.threads)
+    return TorchExecutor(
+        loaded,
+        cache,
+        quantization=settings.quantization,
+        kernel_cache=settings.cache_dir / _KERNELS,
+    )
 
 
 # -- what is measured ------------------------------------------------------------------------------
 
 
-def _measure_dtype(settings: Settings, dtype: str, cores: int) -> ExecutorCosts:
+def _measure_dtype(settings: Settings, dtype: str) -> ExecutorCosts:
     """Measure a number format with a model that is dropped afterwards."""
     loaded = _load(settings, dtype)
     cache = KvCache.allocate(
@@ -107,7 +115,6 @@ def _measure_dtype(settings: Settings, dtype: str, cores: int) -> ExecutorCosts:
         dtype=_dtype(dtype),
         device=settings.device,
     )
-    torch.set_num_threads(_thread_counts(settings, cores)[-1])
     return _executor(settings, loaded, cache).measure()
 
 
@@ -116,7 +123,8 @@ def _try_threads(settings: Settings, executor: TorchExecutor, cores: int) -> lis
         torch.set_num_threads(count)
         return executor.measure()
 
-    return try_all(_thread_counts(settings, cores), measure)
+    # The most first: kernels are laid out for as many threads as there are when they first run.
+    return try_all(_thread_counts(settings, cores)[::-1], measure)[::-1]
 
 
 def _thread_counts(settings: Settings, cores: int) -> list[int]:
@@ -198,10 +206,13 @@ def _computing(
     return text
 
 
-def _memory(loaded: LoadedModel, cache: KvCache) -> str:
+def _memory(settings: Settings, loaded: LoadedModel, cache: KvCache) -> str:
     pool, host_pool = size_text(cache.pool.nbytes), size_text(cache.host_pool.nbytes)
+    weights = size_text(_weight_bytes(loaded))
+    if settings.quantization != "none":
+        weights += " before quantisation"
     return (
-        f"weights {size_text(_weight_bytes(loaded))};"
+        f"weights {weights};"
         f" {cache.num_blocks} KV blocks of {cache.block_size} tokens, {pool};"
         f" {cache.num_host_blocks} in host memory, {host_pool}"
     )

@@ -93,14 +93,6 @@ def test_a_number_may_be_left_to_the_engine(monkeypatch: pytest.MonkeyPatch, nam
             r"^TIDEGATE_MAX_BATCHED_TOKENS: must be at least TIDEGATE_MAX_NUM_SEQS \(16\)",
         ),
         ({"MAX_NUM_SEQS": "257"}, r"^TIDEGATE_MAX_BATCHED_TOKENS: .* \(257\), .* got 256$"),
-        (
-            {"QUANTIZATION": "int8", "DEVICE": "cuda:0"},
-            "^TIDEGATE_QUANTIZATION: int8 needs TIDEGATE_DEVICE cpu, which is cuda:0$",
-        ),
-        (
-            {"QUANTIZATION": "int8", "DTYPE": "float16"},
-            "^TIDEGATE_QUANTIZATION: int8 needs TIDEGATE_DTYPE float32 or bfloat16",
-        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

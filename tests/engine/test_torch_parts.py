@@ -13,7 +13,7 @@ from tidegate_engine.settings import Settings
 from tidegate_engine.start_errors import DeviceError, KvMemoryError
 from tidegate_engine.torch_parts import TorchParts, load_torch
 from tidegate_testing.model_files import write_gguf, write_hf_directory
-from tidegate_testing.models import random_tensors
+from tidegate_testing.models import model_cache_dir, random_tensors
 
 A_LOT = 10**12
 
@@ -36,7 +36,7 @@ def load(model: Path, **settings: object) -> TorchParts:
         "redis_url": "redis://127.0.0.1",
         "verify_key": base64.b64encode(bytes(32)).decode(),
         "model": str(model),
-        "cache_dir": model.parent / "cache",
+        "cache_dir": model_cache_dir(),
         "threads": 1,
         **settings,
     }
@@ -74,6 +74,13 @@ def test_blocks_that_no_memory_holds_are_refused_with_its_size(model: Path, fiel
     assert caught.value.needed_bytes > caught.value.limit_bytes > 0
 
 
+def test_weights_are_quantised_where_that_is_asked_for(model: Path) -> None:
+    parts = load(model, quantization="int8", kv_blocks=40)
+    summary = dict(parts.summary)
+    assert summary["computing"] == "float32, quantization int8, cpu, 1 thread"
+    assert "before quantisation" in summary["memory"]
+
+
 def test_a_device_that_is_not_there_is_named(model: Path) -> None:
     with pytest.raises(DeviceError, match="TIDEGATE_DEVICE: cuda:99 isn't there: PyTorch finds "):
         load(model, device="cuda:99")
@@ -85,5 +92,5 @@ def test_models_that_are_missing_or_cut_short_are_named(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", random_tensors())
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ModelLoadError) as caught:
-        load(path)
+        load(path, cache_dir=tmp_path / "cache")
     assert caught.value.path == path
