@@ -50,7 +50,7 @@ class CancelSettings:
         seed: Chooses ways, moments and prompts.
     """
 
-    cancels: int = 600
+    cancels: int = 300
     callers: int = 6
     others: int = 4
     long_prompt_tokens: int = 1500
@@ -60,8 +60,14 @@ class CancelSettings:
     seed: int = 1
 
     def quick(self) -> "CancelSettings":
-        """Return the same with fewer cancels."""
-        return replace(self, cancels=min(self.cancels, 60))
+        """Return the same with fewer cancels, by fewer callers, of shorter prompts."""
+        return replace(
+            self,
+            cancels=min(self.cancels, 40),
+            callers=min(self.callers, 4),
+            others=min(self.others, 2),
+            long_prompt_tokens=min(self.long_prompt_tokens, 600),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
