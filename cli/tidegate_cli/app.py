@@ -13,6 +13,7 @@ from rich.console import Console
 from tidegate_cli.bench.batching import BatchingSettings, run_batching
 from tidegate_cli.bench.cancel import CancelSettings, run_cancel
 from tidegate_cli.bench.engine import EngineSettings, run_engine_bench
+from tidegate_cli.bench.preemption import PreemptionSettings, run_preemption
 from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
 from tidegate_cli.bench.scheduler import SchedulerSettings, run_scheduler
 from tidegate_cli.demo import DemoSettings, run_demo
@@ -179,6 +180,23 @@ def cancel(
         settings = settings.quick()
     compute_to_end(
         lambda: run_cancel(_console(), settings=settings, progress=to_stderr, json_file=json_file)
+    )
+
+
+@bench.command()
+def preemption(
+    seed: Annotated[int, typer.Option(help="Chooses prompts, and where blocks lie.")] = 1,
+    json_file: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Compare preemption by swap with recompute, on this machine with SmolLM2."""
+    settings = PreemptionSettings(seed=seed)
+    if quick:
+        settings = settings.quick()
+    compute_to_end(
+        lambda: run_preemption(
+            _console(), settings=settings, progress=to_stderr, json_file=json_file
+        )
     )
 
 
