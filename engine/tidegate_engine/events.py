@@ -88,8 +88,8 @@ class StepReport:
         cached: What the prefix cache had of the prompts of requests that were admitted anew.
         expired: Requests that were dropped before this step, since they waited or ran too long.
         stopped: Requests that were dropped before this step, since their tenant was stopped.
-        failed: Requests that were dropped because the step did not complete.
-        failure: Why; empty when it completed.
+        failed: Requests that were dropped because the step did not complete, or not for them.
+        failure: Why; empty when none was.
     """
 
     step: int

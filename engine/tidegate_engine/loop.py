@@ -224,6 +224,9 @@ class EngineLoop:
             if row.request_id not in self._live and not row.is_padding
         )
         outputs = self._scheduler.commit_step(plan, result, times.executed)
+        failed = tuple(request_id for request_id in result.failures if request_id in self._live)
+        for request_id in failed:
+            self._book_drop(request_id, CancelCause.ENGINE_FAILED)
         committed = self._clock()
         decodes = sum(1 for row in plan.rows if row.is_decode)
         report = self._report(plan, times.began, committed)
@@ -236,6 +239,8 @@ class EngineLoop:
                 prefill_tokens=sum(len(row.token_ids) for row in plan.rows) - decodes,
                 decode_tokens=decodes,
                 outputs=report.outputs + outputs,
+                failed=failed,
+                failure=result.failures[failed[0]] if failed else "",
             )
         )
 

@@ -164,9 +164,12 @@ class StepResult:
     """What one step produced.
 
     Attributes:
-        tokens: A token for every row that samples, by request.
+        tokens: A token for every row that samples and didn't fail, by request.
+        failures: Why a row that samples could not be given a token, by request. The others of the
+            step are as good as ever.
         passed_fences: The swaps, of this plan or of earlier ones, that were found complete.
     """
 
     tokens: Mapping[str, SampledToken] = field(default_factory=dict)
     passed_fences: tuple[int, ...] = ()
+    failures: Mapping[str, str] = field(default_factory=dict)

@@ -230,6 +230,8 @@ class Scheduler:
     ) -> tuple[TokenOutput, ...]:
         """Account for the step just executed.
 
+        Requests that failed in it are dropped, and count as cancelled.
+
         Returns:
             The new tokens, and which requests ended with them.
 
@@ -238,11 +240,14 @@ class Scheduler:
         """
         tokens = result.tokens
         missing = [row.request_id for row in plan.rows if row[4] and row[0] not in tokens]
+        missing = [request_id for request_id in missing if request_id not in result.failures]
         if missing:
             raise KeyError(f"step {plan.step}: no token for requests {missing}")
         self._has_open_plan = False
         if plan.rows:
             self._step_times.observe(self._features, now - self._planned_at)
+        for request_id in result.failures:
+            self._drop_broken(request_id, now)
         outputs, ended = self._accounts.commit_rows(plan, self._decodes, tokens, now)
         for seq in ended:
             self._complete(seq)
@@ -268,8 +273,7 @@ class Scheduler:
         concerned = dict.fromkeys([*moved, *plan.admitted])
         dropped = [request_id for request_id in concerned if request_id in self._live]
         for request_id in dropped:
-            self._live[request_id].computed_tokens = 0  # nothing of it may be read again
-            self.cancel(request_id, now)
+            self._drop_broken(request_id, now)
         self._memory.end_step()
         for swap in swaps:
             self._memory.pass_fence(swap.fence, now)
@@ -407,6 +411,12 @@ class Scheduler:
         seq.tenant.totals.cancelled += 1
         self._note(seq, verdict, reason)
         self._end(seq)
+
+    def _drop_broken(self, request_id: str, now: float) -> None:
+        """Drop a request, if it lives, whose keys and values are not to be trusted."""
+        if request_id in self._live:
+            self._live[request_id].computed_tokens = 0  # nothing of it may be read again
+            self.cancel(request_id, now)
 
     def _end_for_lack(self, seq: Sequence) -> None:
         """End a request for which there will never be the KV block that it needs."""

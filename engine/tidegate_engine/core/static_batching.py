@@ -202,9 +202,11 @@ class StaticScheduler:
         self,
         plan: StepPlan,
         result: StepResult,
-        now: float,  # noqa: ARG002
+        now: float,
     ) -> tuple[TokenOutput, ...]:
         """Account for the step just executed.
+
+        Requests that failed in it are dropped, and count as cancelled.
 
         Returns:
             The new tokens, and which requests ended with them.
@@ -212,12 +214,13 @@ class StaticScheduler:
         Raises:
             KeyError: `result` lacks a row of `plan` that samples. Nothing has changed.
         """
-        missing = [
-            r.request_id for r in plan.rows if r.samples and r.request_id not in result.tokens
-        ]
+        answered = result.tokens.keys() | result.failures.keys()
+        missing = [r.request_id for r in plan.rows if r.samples and r.request_id not in answered]
         if missing:
             raise KeyError(f"step {plan.step}: no token for requests {missing}")
         self._has_open_plan = False
+        for request_id in result.failures:
+            self.cancel(request_id, now)
         outputs: list[TokenOutput] = []
         for row in plan.rows:
             member = self._batch.get(row.request_id)

@@ -107,8 +107,11 @@ class SimulatedExecutor:
 
     def _token(self, row: PlanRow) -> SampledToken:
         sampling = row.sampling.params
-        drawn = hash((self._kv.read(row), row.start + len(row.token_ids), sampling.seed))
+        drawn = hash((self._kv.read(row), row.end, sampling.seed))
         token_id = drawn % self._vocab_size
+        barred = row.sampling.barred_tokens(row.end)
+        while token_id in barred:
+            token_id = (token_id + 1) % self._vocab_size
         if sampling.logprobs is None:
             return SampledToken(token_id)
         return SampledToken(token_id, 0.0, ((token_id, 0.0),) if sampling.logprobs else ())

@@ -18,6 +18,8 @@ from tidegate_engine.model.llama import Llama
 from tidegate_engine.model.loader import LoadedModel
 from tidegate_engine.model.sampler import sample
 
+_NO_DISTRIBUTION = "the model's logits for this request are not finite"
+
 
 class TorchExecutor:
     """An `Executor` over a loaded model and its KV pool, both on the same device.
@@ -98,7 +100,21 @@ class TorchExecutor:
         passed = self._copies.pass_fences(must_wait=not plan.rows)
         for fence in passed:
             self._open_swaps.end(fence)
-        return StepResult(tokens=tokens, passed_fences=passed)
+        broken = [row for row in plan.rows if row.samples and row.request_id not in tokens]
+        for row in broken:
+            self._cleanse(row)
+        failures = {row.request_id: _NO_DISTRIBUTION for row in broken}
+        return StepResult(tokens=tokens, passed_fences=passed, failures=failures)
+
+    def _cleanse(self, row: PlanRow) -> None:
+        """Leave only numbers in the blocks of a row that has failed.
+
+        Whoever has them next masks what it hasn't written itself, but a weight of 0 doesn't stop
+        what is no number. Blocks that are shared with sound requests stay as they are.
+        """
+        blocks = list(row.block_ids)
+        pool = self._kv_cache.pool
+        pool[blocks] = pool[blocks].nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _end_swaps(self, plan: StepPlan) -> None:
         """Let go of a failed step's swaps: its requests are dropped, and their blocks go on."""
@@ -117,7 +133,9 @@ class TorchExecutor:
         )
         logits = self._model.forward(batch, cache.pool)
         sampling = [row for row in rows if row.samples]
-        tokens = sample(
-            logits, [row.sampling.params for row in sampling], [row.end for row in sampling]
-        )
-        return {row.request_id: token for row, token in zip(sampling, tokens, strict=True)}
+        tokens = sample(logits, [row.sampling for row in sampling], [row.end for row in sampling])
+        return {
+            row.request_id: token
+            for row, token in zip(sampling, tokens, strict=True)
+            if token is not None
+        }

@@ -26,6 +26,10 @@ class BytesTokenizer:
         """Return the text of `token_ids`; bytes that aren't UTF-8 become U+FFFD."""
         return b"".join(map(_spell, token_ids)).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the byte of one token; of the end none."""
+        return _spell(token_id)
+
     def detokenizer(self) -> "BytesDetokenizer":
         """Start decoding one stream of tokens."""
         return BytesDetokenizer()

@@ -1,126 +1,228 @@
-"""From logits to tokens, for all rows of a step at once."""
+"""From logits to tokens, for all rows of a step at once.
+
+Shapes: S rows that sample, V vocabulary. Whatever is done to a row is done by kernels that work row
+by row: what a row gets doesn't depend on its neighbours.
+"""
 
 import hashlib
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from tidegate_engine.core.plan import SampledToken
-from tidegate_engine.core.sampling import SamplingParams
+from tidegate_engine.core.sampling import SamplingContext, SamplingParams
+from tidegate_engine.model.logit_edits import edit_logits
 
-# Likeliest tokens looked at before a whole row is sorted; nearly always enough for top-p.
-_NUM_CANDIDATES = 1024
+# Likeliest tokens looked at, more where these aren't enough, before a whole row is sorted.
+_NUM_CANDIDATES = (64, 1024, 8192)
+# Maxima and sums of so many neighbours come first: kernels that look for a place are far slower
+# than those that reduce.
+_BLOCK = 256
+# Below this the likeliest token has everything, up to gaps that float32 can't tell anyway.
+_LEAST_TEMPERATURE = 1e-6
 # What a double holds exactly: with more, the largest draws would round to 1.
 _UNIFORM_BITS = 53
 
 
 def sample(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
-) -> list[SampledToken]:
+    logits: Tensor, contexts: Sequence[SamplingContext], ends: Sequence[int]
+) -> list[SampledToken | None]:
     """Choose a token for every row.
 
-    A row's choice depends on its own logits [vocabulary], parameters and position only; the
-    position is that of the token to be chosen, in its sequence.
+    A row's choice depends on its own logits, its context and its end only.
+
+    Args:
+        logits: [S, V]; left as they are.
+        contexts: Of the rows.
+        ends: How many of its context's tokens each row follows: the position of the chosen token.
+
+    Returns:
+        A token for each row; None where the logits are no distribution, since their largest isn't
+        a finite number.
     """
+    if not contexts:
+        return []
     logits = logits.float()
-    chosen = logits.argmax(dim=-1)
-    drawing = [i for i, p in enumerate(params) if not p.is_greedy]
-    cut = [i for i in drawing if params[i].top_p < 1.0 or params[i].top_k is not None]
-    for rows, draw in (
-        ([i for i in drawing if i not in set(cut)], _draw_from_all),
-        (cut, _draw_from_likeliest),
-    ):
+    chosen = _likeliest(logits)
+    # NaN counts as the largest of all.
+    is_usable = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite().tolist()
+    edited = [i for i, context in enumerate(contexts) if context.params.edits_logits]
+    drawing = [
+        i
+        for i, context in enumerate(contexts)
+        if context.params.temperature and not context.params.edits_logits
+    ]
+    for rows, has_edits in ((edited, True), (drawing, False)):
         if rows:
             index = torch.tensor(rows, device=logits.device)
-            chosen[index] = draw(
-                logits[index], [params[i] for i in rows], [positions[i] for i in rows]
-            )
-    tokens = [SampledToken(token_id=token) for token in chosen.tolist()]
-    reported = [i for i, p in enumerate(params) if p.logprobs is not None]
-    for i, with_logprobs in zip(reported, _report(logits, chosen, reported, params), strict=True):
-        tokens[i] = with_logprobs
+            own, own_ends = [contexts[i] for i in rows], [ends[i] for i in rows]
+            own_logits = _select(logits, rows)
+            if has_edits:
+                own_logits = edit_logits(own_logits.clone(), own, own_ends)
+            chosen[index] = _choose(own_logits, own, own_ends)
+    tokens: list[SampledToken | None] = [
+        SampledToken(token) if usable else None
+        for token, usable in zip(chosen.tolist(), is_usable, strict=True)
+    ]
+    for i, token in _report(logits, chosen, contexts):
+        tokens[i] = token if is_usable[i] else None
     return tokens
 
 
 def _report(
-    logits: Tensor, chosen: Tensor, rows: list[int], params: Sequence[SamplingParams]
-) -> list[SampledToken]:
-    """Log-probabilities under the model's own distribution: before temperature and cuts."""
+    logits: Tensor, chosen: Tensor, contexts: Sequence[SamplingContext]
+) -> list[tuple[int, SampledToken]]:
+    """Log-probabilities under the model's own distribution, of the rows that ask for them."""
+    rows = [i for i, context in enumerate(contexts) if context.params.logprobs is not None]
     if not rows:
         return []
     index = torch.tensor(rows, device=logits.device)
+    counts = [contexts[i].params.logprobs or 0 for i in rows]
     logprobs = logits[index].log_softmax(dim=-1)
-    own = logprobs.gather(1, chosen[index, None]).squeeze(1).tolist()
-    count = max(params[i].logprobs or 0 for i in rows)
-    values, ids = logprobs.topk(count, dim=-1)
+    own = logprobs.gather(1, chosen[index].unsqueeze(1)).squeeze(1).tolist()
+    values, ids = logprobs.topk(min(max(counts), logits.shape[-1]), dim=-1)
+    likeliest = zip(ids.tolist(), values.tolist(), strict=True)
     return [
-        SampledToken(
-            token_id=token,
-            logprob=logprob,
-            top_logprobs=tuple(zip(top, best, strict=True))[: params[i].logprobs],
-        )
-        for i, token, logprob, top, best in zip(
-            rows, chosen[index].tolist(), own, ids.tolist(), values.tolist(), strict=True
+        (i, SampledToken(token, logprob, tuple(zip(top[:count], best[:count], strict=True))))
+        for i, token, logprob, count, (top, best) in zip(
+            rows, chosen[index].tolist(), own, counts, likeliest, strict=True
         )
     ]
 
 
-def _draw_from_all(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
-) -> Tensor:
-    return _invert(_probabilities(logits, params), _uniform(params, positions, logits))
-
-
-def _draw_from_likeliest(
-    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
-) -> Tensor:
-    vocabulary = logits.shape[-1]
-    probabilities = _probabilities(logits, params)
-    top_k = _column([min(p.top_k or vocabulary, vocabulary) for p in params], logits)
-    top_p = _column([p.top_p for p in params], logits)
-    uniform = _uniform(params, positions, logits)
-    count = min(_NUM_CANDIDATES, vocabulary)
-    values, ids = probabilities.topk(count, dim=-1)
-    # Enough when the candidates hold all that top-k leaves, or, where only top-p cuts, its share.
-    sums = values.sum(dim=-1, keepdim=True)
-    enough = (top_k <= count) | ((top_k == vocabulary) & (sums > top_p))
-    places = _invert(_cut(values, top_k, top_p), uniform)
-    chosen = ids.gather(1, places[:, None]).squeeze(1)
-    if count < vocabulary and not bool(enough.all()):
-        short = (~enough).squeeze(1).nonzero().squeeze(1)
-        values, ids = probabilities[short].sort(dim=-1, descending=True)
-        places = _invert(_cut(values, top_k[short], top_p[short]), uniform[short])
-        chosen[short] = ids.gather(1, places[:, None]).squeeze(1)
+def _choose(logits: Tensor, contexts: Sequence[SamplingContext], ends: Sequence[int]) -> Tensor:
+    """Choose from logits as they are after edits."""
+    params = [context.params for context in contexts]
+    if all(p.temperature for p in params):
+        chosen = torch.zeros(len(params), dtype=torch.int64, device=logits.device)
+    else:
+        chosen = _likeliest(logits)
+    for has_cuts in (False, True):
+        rows = [i for i, p in enumerate(params) if p.temperature and p.has_cuts is has_cuts]
+        if rows:
+            index = torch.tensor(rows, device=logits.device)
+            own = [params[i] for i in rows]
+            probabilities = _probabilities(_select(logits, rows), own)
+            uniform = _uniform(own, [ends[i] for i in rows], logits)
+            if has_cuts:
+                cuts = _Cuts(own, probabilities)
+                chosen[index] = _draw_from_likeliest(probabilities, cuts, uniform)
+            else:
+                chosen[index] = _draw_from_all(probabilities, uniform)
     return chosen
 
 
-def _cut(values: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Zero what top-k and then top-p leave out, of probabilities in descending order."""
-    places = torch.arange(values.shape[-1], device=values.device)
-    values = values.masked_fill(places >= top_k, 0.0)
-    # A token stays while those before it hold less than the share: so the first always does. Only
-    # top-k changes the whole that the share is of; without it that is 1, seen or not.
-    before = values.cumsum(dim=-1) - values
-    whole = torch.where(top_k <= values.shape[-1], values.sum(dim=-1, keepdim=True), 1.0)
-    return values.masked_fill(before >= top_p * whole, 0.0)
+def _likeliest(logits: Tensor) -> Tensor:
+    """Return the place of the largest of each row, the first of several; NaN is the largest."""
+    blocks = _in_blocks(logits)
+    block = blocks.amax(dim=-1).argmax(dim=-1)
+    return block * blocks.shape[-1] + _block_of_each(blocks, block).argmax(dim=-1)
+
+
+def _draw_from_all(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Draw a block, then with what the number says beyond that, a token of it."""
+    blocks = _in_blocks(probabilities)
+    weights = blocks.sum(dim=-1).double()
+    block = _invert(weights, uniform)
+    ends = weights.cumsum(dim=-1)
+    end, weight = (t.gather(1, block.unsqueeze(1)) for t in (ends, weights))
+    beyond = (uniform * ends[:, -1:] - (end - weight)) / weight
+    own = _block_of_each(blocks, block).double()
+    return block * blocks.shape[-1] + _invert(own, beyond.clamp(0.0, 1.0))
+
+
+def _in_blocks(rows: Tensor) -> Tensor:
+    """Return [S, V] as [S, blocks, tokens in each]."""
+    return rows.reshape(len(rows), -1, math.gcd(rows.shape[-1], _BLOCK))
+
+
+def _block_of_each(blocks: Tensor, block: Tensor) -> Tensor:
+    return blocks[torch.arange(len(block), device=block.device), block]
+
+
+def _select(logits: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return some rows; all of them as they are, without a copy."""
+    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+
+
+def _draw_from_likeliest(probabilities: Tensor, cuts: "_Cuts", uniform: Tensor) -> Tensor:
+    """Draw from what is left by min-p, top-k and top-p, looking at few candidates if these do."""
+    num_rows, vocabulary = probabilities.shape
+    chosen = torch.zeros(num_rows, dtype=torch.int64, device=probabilities.device)
+    left = torch.arange(num_rows, device=probabilities.device)
+    for most in (*_NUM_CANDIDATES, vocabulary):
+        count = min(most, vocabulary)
+        values, ids = probabilities[left].topk(count, dim=-1)
+        kept, is_enough = cuts.apply(values.double(), left)
+        places = _invert(kept, uniform[left])
+        done = is_enough | (count == vocabulary)
+        chosen[left[done]] = ids.gather(1, places.unsqueeze(1)).squeeze(1)[done]
+        left = left[~done]
+        if not len(left):
+            break
+    return chosen
+
+
+class _Cuts:
+    """What leaves unlikely tokens out, one row for each request."""
+
+    def __init__(self, params: Sequence[SamplingParams], like: Tensor) -> None:
+        vocabulary = like.shape[-1]
+        self._vocabulary = vocabulary
+        self._min_p = _column([p.min_p for p in params], like)
+        self._top_k = _column([min(p.top_k or vocabulary, vocabulary) for p in params], like)
+        self._top_p = _column([p.top_p for p in params], like)
+
+    def apply(self, values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Zero what is left out.
+
+        Args:
+            values: Probabilities of the likeliest tokens, in descending order, as doubles.
+            rows: Whose they are.
+
+        Returns:
+            What is kept, and for each row whether nothing else could have been kept.
+        """
+        min_p, top_k, top_p = self._min_p[rows], self._top_k[rows], self._top_p[rows]
+        count = values.shape[-1]
+        places = torch.arange(count, device=values.device)
+        least = min_p * values[:, :1]
+        values = values.masked_fill(places >= top_k, 0.0)
+        is_whole = (top_k <= count) | (values[:, -1:] < least)
+        values = values.masked_fill(values < least, 0.0)
+        # A token stays while those before it hold less than the share: so the first always does.
+        # Where a cut has left only tokens that are seen, it is a share of these; else of all.
+        sums = values.sum(dim=-1, keepdim=True)
+        before = values.cumsum(dim=-1) - values
+        kept = values.masked_fill(before >= top_p * torch.where(is_whole, sums, 1.0), 0.0)
+        # Tokens out of sight count only with the whole, which a further cut would change.
+        only_top_p = (min_p == 0.0) & (top_k == self._vocabulary)
+        is_enough = is_whole | (only_top_p & (sums >= top_p))
+        return kept, is_enough.squeeze(1)
 
 
 def _probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    # Doubles, since a running sum over the vocabulary loses small shares in float32. The maximum
-    # goes first: dividing by a tiny temperature would overflow.
-    temperature = _column([p.temperature for p in params], logits)
-    logits = logits.double()
-    return ((logits - logits.amax(dim=-1, keepdim=True)) / temperature).softmax(dim=-1)
+    temperatures = [max(p.temperature, _LEAST_TEMPERATURE) for p in params]
+    return (logits / _column(temperatures, logits).float()).softmax(dim=-1)
 
 
 def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Return for each row the place at which its running sum passes `uniform` of the whole."""
+    """Return for each row the place at which its running sum passes `uniform` of the whole.
+
+    Args:
+        weights: [S, places], as doubles: a running sum over the vocabulary would lose small shares
+            in float32.
+        uniform: [S, 1], in [0, 1).
+    """
     sums = weights.cumsum(dim=-1)
-    places = torch.searchsorted(sums, uniform * sums[:, -1:], right=True).squeeze(1)
-    # Rounding can put the target at the very end; the last place with weight is meant then.
-    last = (weights > 0).cumsum(dim=-1).argmax(dim=-1)
-    return torch.minimum(places, last)
+    whole = sums[:, -1:]
+    # Rounding mustn't put the target at the end, where no place is left to pass it. The first sum
+    # above it is at a place with weight.
+    target = torch.minimum(uniform * whole, torch.nextafter(whole, torch.zeros_like(whole)))
+    places = torch.searchsorted(sums, target, right=True).squeeze(1)
+    return places.clamp_(max=weights.shape[-1] - 1)  # only where the sums are NaN
 
 
 def _uniform(params: Sequence[SamplingParams], positions: Sequence[int], like: Tensor) -> Tensor:

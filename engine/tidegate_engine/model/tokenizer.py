@@ -67,11 +67,11 @@ class Tokenizer:
         Bytes that aren't UTF-8 become U+FFFD. A blank that the model's tokenizer puts before a text
         stays: the tokens may continue another text.
         """
-        return b"".join(map(self._spell, token_ids)).decode("utf-8", "replace")
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
     def detokenizer(self) -> "Detokenizer":
         """Start decoding one stream of tokens."""
-        return Detokenizer(self._spell)
+        return Detokenizer(self.token_bytes)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Return the prompt that asks for the next message of the assistant.
@@ -88,7 +88,8 @@ class Tokenizer:
             raise ChatTemplateError("messages: this model has no chat template")
         return self._template.render(messages)
 
-    def _spell(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, maybe a part of a character; of special ones none."""
         # Embedding tables are often padded: such ids have no text.
         return self._spellings[token_id] if token_id < len(self._spellings) else b""
 

@@ -248,7 +248,12 @@ async def _begin(
         generation=generation,
         generations=service.generations,
         texts=tuple(
-            AnswerText(tokenizer, stops=intake.stops, stop_token_ids=engine_request.stop_token_ids)
+            AnswerText(
+                tokenizer,
+                stops=intake.stops,
+                stop_token_ids=engine_request.stop_token_ids,
+                min_tokens=engine_request.sampling.min_tokens,
+            )
             for engine_request in intake.requests
         ),
         choices_per_prompt=body.n,

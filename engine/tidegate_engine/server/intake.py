@@ -3,10 +3,10 @@
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tidegate_engine.core.request import RejectionCode, Request
 from tidegate_engine.core.sampling import SamplingParams
@@ -52,9 +52,11 @@ async def take_completion(body: CompletionBody, *, caller: Caller, model: Served
         ApiError: The prompt can't be served by this model.
     """
     prompts = await _completion_prompts(body, model)
-    sampling = _sampling(body, logprobs=body.logprobs)
+    sampling = _sampling(body, logprobs=body.logprobs, model=model)
     wanted = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-    return _intake(body, prompts, sampling, wanted=wanted, caller=caller, model=model)
+    return _intake(
+        body, prompts, sampling, _Limit(wanted, "max_tokens", "prompt"), caller=caller, model=model
+    )
 
 
 async def take_chat(body: ChatBody, *, caller: Caller, model: ServedModel) -> Intake:
@@ -69,17 +71,20 @@ async def take_chat(body: ChatBody, *, caller: Caller, model: ServedModel) -> In
         prompt = await _off_loop(chars, lambda: model.tokenizer.apply_chat_template(messages))
     except ValueError as error:
         raise ApiError(400, "invalid_messages", f"{error}.", param="messages") from error
-    sampling = _sampling(body, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = _sampling(body, logprobs=logprobs, model=model)
     wanted = body.max_completion_tokens or body.max_tokens or model.max_context_tokens
-    return _intake(body, [prompt], sampling, wanted=wanted, caller=caller, model=model)
+    param = "max_tokens" if body.max_tokens else "max_completion_tokens"
+    limit = _Limit(wanted, param, "messages")
+    return _intake(body, [prompt], sampling, limit, caller=caller, model=model)
 
 
 def _intake(
     body: GenerationBody,
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
+    limit: "_Limit",
     *,
-    wanted: int,
     caller: Caller,
     model: ServedModel,
 ) -> Intake:
@@ -90,13 +95,14 @@ def _intake(
             f"n times the number of prompts is at most {MAX_CHOICES}.",
             param="n",
         )
-    stop_ids = () if body.ignore_eos else tuple(sorted(model.tokenizer.eos_token_ids))
+    eos_ids = frozenset() if body.ignore_eos else model.tokenizer.eos_token_ids
+    stop_ids = tuple(sorted(eos_ids.union(body.stop_token_ids or ())))
     requests = tuple(
         Request(
             request_id=f"{caller.request_id}.{number * body.n + choice}",
             tenant=caller.tenant,
             prompt_ids=prompt,
-            max_output_tokens=min(wanted, _room(prompt, model)),
+            max_output_tokens=_output_limit(prompt, limit, sampling, model),
             sampling=_for_choice(sampling, choice),
             stop_token_ids=stop_ids,
             ttft_seconds=caller.ttft_seconds,
@@ -107,8 +113,23 @@ def _intake(
     return Intake(requests=requests, prompt_tokens=sum(len(p) for p in prompts), stops=body.stops)
 
 
-def _room(prompt: Sequence[int], model: ServedModel) -> int:
-    """Return how many tokens the model's context leaves for the output."""
+class _Limit(NamedTuple):
+    """The most output tokens that a client wants.
+
+    Attributes:
+        param: The field that says so.
+        prompt_param: The field that holds the prompt.
+    """
+
+    tokens: int
+    param: str
+    prompt_param: str
+
+
+def _output_limit(
+    prompt: Sequence[int], limit: _Limit, sampling: SamplingParams, model: ServedModel
+) -> int:
+    """Return how many output tokens there may be: as wanted, and as the model's context leaves."""
     room = model.max_context_tokens - len(prompt)
     if room < 1:
         raise ApiError(
@@ -116,9 +137,17 @@ def _room(prompt: Sequence[int], model: ServedModel) -> int:
             RejectionCode.PROMPT_TOO_LONG.value,
             f"The prompt has {len(prompt)} tokens; the model's context holds"
             f" {model.max_context_tokens}, one of them for the output.",
-            param="prompt",
+            param=limit.prompt_param,
         )
-    return room
+    tokens, what = min((limit.tokens, limit.param), (room, "what the context leaves"))
+    if sampling.min_tokens > tokens:
+        raise ApiError(
+            400,
+            "invalid_value",
+            f"min_tokens: {sampling.min_tokens} is more than {what}, {tokens}.",
+            param="min_tokens",
+        )
+    return tokens
 
 
 async def _completion_prompts(body: CompletionBody, model: ServedModel) -> list[list[int]]:
@@ -129,15 +158,19 @@ async def _completion_prompts(body: CompletionBody, model: ServedModel) -> list[
         return await _off_loop(sum(map(len, texts)), lambda: [encode(text) for text in texts])
     ids = [p for p in prompt if isinstance(p, int)]
     lists = [ids] if ids else [p for p in prompt if isinstance(p, list)]
-    largest = max(token for tokens in lists for token in tokens)
+    _check_in_vocabulary("prompt", (token for tokens in lists for token in tokens), model)
+    return lists
+
+
+def _check_in_vocabulary(param: str, token_ids: Iterable[int], model: ServedModel) -> None:
+    largest = max(token_ids, default=0)
     if largest >= model.tokenizer.vocab_size:
         raise ApiError(
             400,
             "invalid_value",
-            f"prompt: token {largest} is not below the vocabulary's {model.tokenizer.vocab_size}.",
-            param="prompt",
+            f"{param}: token {largest} is not below the vocabulary's {model.tokenizer.vocab_size}.",
+            param=param,
         )
-    return lists
 
 
 async def _off_loop(chars: int, encode: "Callable[[], T]") -> "T":
@@ -146,15 +179,29 @@ async def _off_loop(chars: int, encode: "Callable[[], T]") -> "T":
     return await asyncio.get_running_loop().run_in_executor(_ENCODERS, encode)
 
 
-def _sampling(body: GenerationBody, *, logprobs: int | None) -> SamplingParams:
+def _sampling(body: GenerationBody, *, logprobs: int | None, model: ServedModel) -> SamplingParams:
+    """Read how tokens are to be chosen; what isn't said is as the OpenAI API has it."""
     seed = secrets.randbits(_SEED_BITS) if body.seed is None else body.seed % (1 << _SEED_BITS)
+    biases = {int(name): bias for name, bias in (body.logit_bias or {}).items()}
+    _check_in_vocabulary("logit_bias", biases, model)
+    _check_in_vocabulary("stop_token_ids", body.stop_token_ids or (), model)
     return SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
+        temperature=_or(body.temperature, 1.0),
+        min_p=_or(body.min_p, 0.0),
         top_k=body.top_k if body.top_k and body.top_k > 0 else None,
+        top_p=_or(body.top_p, 1.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        logit_bias=tuple(sorted(biases.items())),
+        min_tokens=body.min_tokens or 0,
         seed=seed,
         logprobs=logprobs,
     )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tidegate_engine.core.request import FinishReason
-from tidegate_engine.server.text import TextDelta, TokenLogprob
+from tidegate_engine.server.text import SpelledToken, TextDelta, TokenLogprob
 
 Json = dict[str, object]
 
@@ -159,10 +159,10 @@ class ChatFormat:
             return None
         content = [
             {
-                **_spelled(token.text, token.logprob),
-                "top_logprobs": [_spelled(text, logprob) for text, logprob in token.top],
+                **_spelled(logprob.token),
+                "top_logprobs": [_spelled(token) for token in logprob.top],
             }
-            for token in logprobs
+            for logprob in logprobs
         ]
         return {"content": content, "refusal": None}
 
@@ -180,14 +180,15 @@ def _head(head: ResponseHead, kind: str) -> Json:
 def _columns(logprobs: Sequence[TokenLogprob]) -> Json:
     """Completions list each property of all tokens; the chosen token is always among the top."""
     return {
-        "tokens": [token.text for token in logprobs],
-        "token_logprobs": [token.logprob for token in logprobs],
-        "top_logprobs": [{**dict(token.top), token.text: token.logprob} for token in logprobs],
-        "text_offset": [token.offset for token in logprobs],
+        "tokens": [logprob.token.text for logprob in logprobs],
+        "token_logprobs": [logprob.token.logprob for logprob in logprobs],
+        "top_logprobs": [
+            {token.text: token.logprob for token in (*logprob.top, logprob.token)}
+            for logprob in logprobs
+        ],
+        "text_offset": [logprob.offset for logprob in logprobs],
     }
 
 
-def _spelled(text: str, logprob: float) -> Json:
-    # A token that is a part of a character has no bytes that its text could tell.
-    is_whole = "\N{REPLACEMENT CHARACTER}" not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
+def _spelled(token: SpelledToken) -> Json:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.spelling)}

@@ -18,7 +18,13 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from tidegate_engine.core.sampling import MAX_LOGPROBS, MAX_TEMPERATURE
+from tidegate_engine.core.sampling import (
+    MAX_BIAS,
+    MAX_LOGPROBS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_TEMPERATURE,
+)
 from tidegate_engine.server.errors import UNSUPPORTED
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -27,6 +33,9 @@ MAX_PROMPTS = 128
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
 MAX_MESSAGES = 4096
+MAX_STOP_TOKENS = 128
+MAX_BIASED_TOKENS = 1024
+_MAX_DIGITS = 10
 
 
 class _Neutral:
@@ -78,6 +87,16 @@ def _check_stop(stops: str | list[str] | None) -> str | list[str] | None:
     return stops
 
 
+def _check_token_names(biases: dict[str, float] | None) -> dict[str, float] | None:
+    for name in biases or ():
+        # As JSON has no numbers for keys; spelled in one way only, so that none comes twice.
+        if not (name.isascii() and name.isdigit() and len(name) <= _MAX_DIGITS):
+            raise PydanticCustomError("token_id", "{name} is no token id", {"name": repr(name)})
+        if name != str(int(name)):
+            raise PydanticCustomError("token_id", "{name} has leading zeros", {"name": repr(name)})
+    return biases
+
+
 Text = Annotated[str, AfterValidator(_check_unicode)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 MaxTokens = Annotated[int, Field(ge=1, lt=1 << 31)]
@@ -87,9 +106,15 @@ TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROM
 Stop = Annotated[
     str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None, AfterValidator(_check_stop)
 ]
+StopTokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS)]
+Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+    Field(max_length=MAX_BIASED_TOKENS),
+    AfterValidator(_check_token_names),
+]
 Nothing = Annotated[Any, _Neutral()]
 Off = Annotated[Any, _Neutral(False)]  # noqa: FBT003 (a value, no flag)
-Zero = Annotated[Any, _Neutral(0)]
 Empty = Annotated[Any, _Neutral([], {})]
 
 
@@ -109,8 +134,15 @@ class GenerationBody(_Body):
     """What both kinds of generation share.
 
     Attributes:
-        ignore_eos: Extension: go on to `max_tokens`, whatever the model says.
-        top_k: Extension: draw from this many likeliest tokens; -1 = from all.
+        frequency_penalty: Counts output tokens only.
+        presence_penalty: Counts output tokens only.
+        logit_bias: By token id, in decimal.
+        repetition_penalty: Extension: weakens tokens of prompt and output; 1 = off.
+        min_p: Extension: leave out tokens less likely than this share of the likeliest one.
+        top_k: Extension: draw from this many likeliest tokens; -1 or 0 = from all.
+        min_tokens: Extension: neither stop tokens nor stop strings end the answer before.
+        stop_token_ids: Extension: tokens that end the answer; they aren't part of its text.
+        ignore_eos: Extension: the model's own end tokens don't end the answer.
     """
 
     model: str
@@ -119,16 +151,18 @@ class GenerationBody(_Body):
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_REPETITION_PENALTY)] | None = None
+    logit_bias: LogitBias | None = None
     seed: Seed | None = None
     stop: Stop = None
+    stop_token_ids: StopTokenIds | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    # Not supported.
-    frequency_penalty: Zero = None
-    presence_penalty: Zero = None
-    logit_bias: Empty = None
 
     # Without influence on the answer.
     user: str | None = None
@@ -165,7 +199,15 @@ class CompletionBody(GenerationBody):
 
     echo: Off = None
     suffix: Annotated[Any, _Neutral("")] = None
-    best_of: Annotated[Any, _Neutral(1)] = None
+    best_of: int | None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> "CompletionBody":
+        if self.best_of is not None and self.best_of != self.n:
+            raise PydanticCustomError(
+                UNSUPPORTED, "not supported unless equal to n", {"param": "best_of"}
+            )
+        return self
 
 
 class TextPart(_Body):

@@ -38,6 +38,10 @@ class Tokenizer(Protocol):
         """Return the text of `token_ids`."""
         ...
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, maybe a part of a character; of special ones none."""
+        ...
+
     def detokenizer(self) -> Detokenizer:
         """Start decoding one stream of tokens."""
         ...

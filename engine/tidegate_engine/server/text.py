@@ -2,10 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tidegate_engine.core.plan import SampledToken
 from tidegate_engine.core.request import FinishReason, TokenOutput
 from tidegate_engine.server.served_model import Tokenizer
+
+
+class SpelledToken(NamedTuple):
+    """A token with its log-probability.
+
+    Attributes:
+        spelling: Its bytes, maybe those of a part of a character only.
+    """
+
+    spelling: bytes
+    logprob: float
+
+    @property
+    def text(self) -> str:
+        r"""Its text; spelled `bytes:\xe2\x82`, as by the OpenAI API, where it is no UTF-8."""
+        try:
+            return self.spelling.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.spelling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +34,12 @@ class TokenLogprob:
 
     Attributes:
         offset: Position in the output text at which the token's text begins.
-        top: The likeliest tokens' texts with their log-probabilities, best first.
+        top: The likeliest tokens, best first.
     """
 
-    text: str
-    logprob: float
+    token: SpelledToken
     offset: int
-    top: tuple[tuple[str, float], ...]
+    top: tuple[SpelledToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +68,12 @@ class StopStrings:
         self._stops = tuple(stop for stop in stops if stop)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """Add a piece.
+
+        Args:
+            text: May be empty.
+            may_stop: Whether a stop string that is complete with this piece counts.
 
         Returns:
             The text that can't be part of a stop string any more, and whether one was found.
@@ -58,8 +81,14 @@ class StopStrings:
         if not self._stops:
             return text, False
         pending = self._held + text
-        found = [(at + len(stop), at) for stop in self._stops if (at := pending.find(stop)) >= 0]
-        if found:
+        # One that is complete in what was held back alone came when it didn't count.
+        after = len(self._held) + 1
+        found = [
+            (at + len(stop), at)
+            for stop in self._stops
+            if (at := pending.find(stop, max(0, after - len(stop)))) >= 0
+        ]
+        if found and may_stop:
             self._held = ""
             return pending[: min(found)[1]], True
         keep = max(_overlap(pending, stop) for stop in self._stops)
@@ -81,9 +110,23 @@ class AnswerText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, stops: Sequence[str], stop_token_ids: Sequence[int]
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stops: Sequence[str],
+        stop_token_ids: Sequence[int],
+        min_tokens: int = 0,
     ) -> None:
+        """Start without a token.
+
+        Args:
+            tokenizer: Of the model.
+            stops: The answer ends before the first of these strings.
+            stop_token_ids: Tokens that end it and have no text in it.
+            min_tokens: Stop strings that are complete with an earlier token don't count.
+        """
         self.num_tokens = 0
+        self._min_tokens = min_tokens
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer()
         self._stops = StopStrings(stops)
@@ -103,7 +146,8 @@ class AnswerText:
         if reason is not None:
             text += self._detokenizer.finish()
         self._decoded += len(text)
-        shown, has_stopped = self._stops.push(text)
+        may_stop = self.num_tokens >= self._min_tokens
+        shown, has_stopped = self._stops.push(text, may_stop=may_stop)
         if has_stopped:
             reason = FinishReason.STOP
         elif reason is not None:
@@ -113,11 +157,10 @@ class AnswerText:
 
     def _decode(self, token: SampledToken) -> str:
         if token.logprob is not None:
-            spell = self._tokenizer.decode
-            top = tuple((spell([i]), logprob) for i, logprob in token.top_logprobs)
-            self._logprobs.append(
-                TokenLogprob(spell([token.token_id]), token.logprob, self._decoded, top)
-            )
+            spell = self._tokenizer.token_bytes
+            top = tuple(SpelledToken(spell(i), logprob) for i, logprob in token.top_logprobs)
+            own = SpelledToken(spell(token.token_id), token.logprob)
+            self._logprobs.append(TokenLogprob(own, self._decoded, top))
         return self._detokenizer.push(token.token_id)
 
     def _release_logprobs(self, *, may_touch: bool) -> tuple[TokenLogprob, ...]:

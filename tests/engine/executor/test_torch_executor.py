@@ -189,6 +189,18 @@ def test_a_plan_that_cannot_be_computed_names_step_and_request(executor: TorchEx
         executor.execute(plan(fine, plan_row(PROMPT, [5])))
 
 
+def test_a_row_whose_logits_are_not_finite_fails_alone(executor: TorchExecutor) -> None:
+    sound = plan_row([5, 6], [4], request_id="sound")
+    alone = executor.execute(plan(sound))
+    executor.execute(plan(plan_row(PROMPT, [0, 1, 2], samples=False)))
+    executor._kv_cache.pool[0] = torch.nan
+    broken = plan_row([3], [0, 1, 2], start=len(PROMPT), request_id="broken")
+    result = executor.execute(plan(broken, sound))
+    assert result.tokens == alone.tokens
+    assert list(result.failures) == ["broken"]
+    assert "not finite" in result.failures["broken"]
+
+
 def test_a_device_that_fails_is_an_executor_error() -> None:
     model = tiny_model()
     # A pool of another dtype than the model's stands for a device error: torch raises in the step.

@@ -1,14 +1,31 @@
 import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from tidegate_engine.core.sampling import SamplingParams
-from tidegate_engine.model.sampler import sample
+from tidegate_engine.core.plan import SampledToken
+from tidegate_engine.core.sampling import SamplingContext, SamplingParams
+from tidegate_engine.model import sampler
+from tidegate_testing.sampling import a_context
 
 VOCABULARY = 5000
 LOGITS = 2 * torch.randn(8, VOCABULARY, generator=torch.Generator().manual_seed(3))
+
+
+def sample(
+    logits: Tensor, params: Sequence[SamplingParams], ends: Sequence[int]
+) -> list[SampledToken]:
+    """Sample where there is nothing to look back at."""
+    tokens = sampler.sample(logits, [a_context(p) for p in params], ends)
+    return [token for token in tokens if token is not None]
 
 
 def draws(logits: Tensor, count: int, **params: float) -> list[int]:
@@ -120,3 +137,194 @@ def test_logprobs_are_the_models_own_whatever_the_cuts() -> None:
 def test_without_being_asked_there_are_no_logprobs() -> None:
     token = sample(LOGITS[:1], [SamplingParams()], [0])[0]
     assert (token.logprob, token.top_logprobs) == (None, ())
+
+
+def test_min_p_leaves_what_is_likely_beside_the_likeliest() -> None:
+    logits = of_probabilities(0.05, 0.5, 0.15, 0.3)
+    assert set(draws(logits, 500, min_p=0.29)) == {1, 3, 2}
+    assert set(draws(logits, 500, min_p=0.31)) == {1, 3}
+    # Of 0.5 and 0.3 the first holds 0.625.
+    assert set(draws(logits, 300, min_p=0.31, top_p=0.6)) == {1}
+    assert set(draws(logits, 300, min_p=0.31, top_p=0.65)) == {1, 3}
+
+
+def test_min_p_wider_than_the_candidates_is_exact() -> None:
+    flat = 0.001 * LOGITS[0]
+    shares = flat.double().softmax(-1)
+    drawn = set(draws(flat, 3000, min_p=0.998))
+    kept = set((shares >= 0.998 * shares.max()).nonzero().squeeze(1).tolist())
+    assert drawn <= kept
+    assert len(drawn) > 0.5 * len(kept)
+
+
+@pytest.mark.parametrize("size", [1, 7, 96, 250, 1024])
+def test_every_size_of_vocabulary_is_drawn_from_evenly(size: int) -> None:
+    drawn = Counter(draws(torch.zeros(size), 20 * size))
+    # 20 of each are expected; below 2 or above 50 falls one in a million.
+    assert len(drawn) == size
+    assert max(drawn.values()) < 51
+
+
+def test_the_first_of_equals_is_the_likeliest() -> None:
+    logits = torch.zeros(2, 512)
+    logits[0, [300, 40, 511]] = 1.0
+    greedy = [SamplingParams(temperature=0.0)] * 2
+    assert [token.token_id for token in sample(logits, greedy, [0, 0])] == [40, 0]
+
+
+# -- against a plain reference -------------------------------------------------------------------
+
+SMALL = 24
+TOKENS = st.lists(st.integers(0, SMALL - 1), max_size=12)
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.4, 1.0]),
+    top_k=st.sampled_from([None, None, 1, 4, 23, 24, 100]),
+    top_p=st.sampled_from([1.0, 1.0, 0.05, 0.5, 0.95]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.5, 1.3, 5.0]),
+    presence_penalty=st.sampled_from([0.0, 0.0, -1.5, 0.7, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -0.5, 0.4, 1.9]),
+    logit_bias=st.dictionaries(
+        st.integers(0, SMALL - 1), st.sampled_from([-100.0, -1.0, 0.5, 100.0]), max_size=4
+    ).map(lambda biases: tuple(sorted(biases.items()))),
+    min_tokens=st.sampled_from([0, 0, 3, 9]),
+    seed=st.integers(0, 1000),
+)
+
+
+@st.composite
+def contexts(draw: st.DrawFn) -> SamplingContext:
+    prompt, output, later = draw(TOKENS), draw(TOKENS), draw(TOKENS)
+    return SamplingContext(
+        params=draw(PARAMS),
+        token_ids=[*prompt, *output, *later],
+        num_prompt_tokens=len(prompt),
+        stop_token_ids=tuple(draw(st.sets(st.integers(0, SMALL - 1), max_size=3))),
+    )
+
+
+def allowed_shares(
+    logits: npt.NDArray[np.float64], context: SamplingContext, end: int
+) -> npt.NDArray[np.float64]:
+    """The distribution that a row is to be drawn from, step by step in plain words."""
+    params, prompt = context.params, context.num_prompt_tokens
+    seen = list(context.token_ids[:end])
+    output = seen[prompt:]
+    logits = logits.copy()
+    for token, bias in params.logit_bias:
+        logits[token] += bias
+    if len(output) < params.min_tokens:
+        for token in context.stop_token_ids:
+            logits[token] = -np.inf
+    for token in set(seen):
+        factor = params.repetition_penalty
+        logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+    for token, count in Counter(output).items():
+        logits[token] -= params.presence_penalty + count * params.frequency_penalty
+    if params.temperature == 0.0:
+        return np.asarray(logits == logits.max(), dtype=np.float64)
+    shares: npt.NDArray[np.float64] = np.exp((logits - logits.max()) / params.temperature)
+    shares /= shares.sum()
+    shares[shares < params.min_p * shares.max() * (1 - 1e-6)] = 0.0
+    order = np.argsort(-shares, kind="stable")
+    shares[order[params.top_k or SMALL :]] = 0.0
+    before = np.cumsum(shares[order]) - shares[order]
+    shares[order[before >= params.top_p * shares.sum() * (1 + 1e-6)]] = 0.0
+    return shares
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(contexts(), min_size=1, max_size=5), st.integers(0, 1 << 30))
+def test_every_row_is_chosen_as_the_plain_reference_allows_and_as_alone(
+    rows: list[SamplingContext], number: int
+) -> None:
+    # Apart by more than float32 can confuse, in an order that the number fixes.
+    draw = torch.Generator().manual_seed(number)
+    steps = torch.stack([torch.randperm(SMALL, generator=draw) for _ in rows])
+    logits = 0.37 * steps - 3.0
+    ends = [
+        min(len(row.token_ids), row.num_prompt_tokens + (number + i) % 13)
+        for i, row in enumerate(rows)
+    ]
+    before = logits.clone()
+    together = sampler.sample(logits, rows, ends)
+    assert torch.equal(logits, before)
+    for i, (row, end, token) in enumerate(zip(rows, ends, together, strict=True)):
+        shares = allowed_shares(logits[i].double().numpy(), row, end)
+        assert token is not None
+        assert shares[token.token_id] > 1e-9
+        # What it will have later, and its neighbours, change nothing.
+        cut = replace(row, token_ids=row.token_ids[:end])
+        assert sampler.sample(logits[i : i + 1], [cut], [end]) == [token]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.4, "frequency_penalty": 0.3, "presence_penalty": -0.4},
+        {"min_p": 0.1, "temperature": 1.5},
+        {"top_k": 6, "top_p": 0.8, "logit_bias": ((2, 1.5), (7, -2.0))},
+    ],
+)
+def test_draws_follow_the_reference_distribution(params: dict[str, float]) -> None:
+    count = 6000
+    logits = torch.randn(SMALL, generator=torch.Generator().manual_seed(8))
+    tokens = [1, 5, 2, 2, 9, 2, 11, 9]
+    rows = [
+        a_context(
+            SamplingParams(seed=seed, **params),  # type: ignore[arg-type]
+            tokens,
+            num_prompt_tokens=3,
+        )
+        for seed in range(count)
+    ]
+    chosen = sampler.sample(logits.expand(count, -1), rows, [7] * count)
+    drawn = Counter(token.token_id for token in chosen if token is not None)
+    shares = allowed_shares(logits.double().numpy(), rows[0], 7)
+    shares = shares / shares.sum()
+    for token, share in enumerate(shares.tolist()):
+        # Four standard deviations, and none at all of what is left out.
+        assert drawn[token] / count == pytest.approx(
+            share, abs=4 * math.sqrt(share * (1 - share) / count)
+        )
+
+
+def test_a_token_that_occurs_often_is_penalised_as_often_on_its_own_row_alone() -> None:
+    penalised = SamplingParams(temperature=0.0, frequency_penalty=0.5)
+    plain = SamplingParams(temperature=0.0)
+    logits = torch.tensor([[2.0, 1.2, 0.0, 0.0]] * 4)
+    rows = [
+        a_context(penalised, [0, 0, 0, 1], num_prompt_tokens=4),  # in the prompt: doesn't count
+        a_context(penalised, [0, 0], num_prompt_tokens=1),
+        a_context(penalised, [0, 0, 0], num_prompt_tokens=1),
+        a_context(plain, [0, 0, 0], num_prompt_tokens=1),
+    ]
+    chosen = sampler.sample(logits, rows, [4, 2, 3, 3])
+    assert [token.token_id for token in chosen if token is not None] == [0, 0, 1, 0]
+
+
+def test_log_probabilities_are_the_models_own_before_penalties_too() -> None:
+    params = SamplingParams(temperature=0.0, logit_bias=((0, 50.0),), logprobs=20)
+    token = sample(of_probabilities(0.1, 0.6, 0.3).unsqueeze(0), [params], [0])[0]
+    assert token.token_id == 0
+    assert token.logprob == pytest.approx(math.log(0.1))
+    assert [i for i, _ in token.top_logprobs] == [1, 2, 0]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"presence_penalty": 1.0, "logprobs": 2}]
+)
+def test_logits_without_a_finite_maximum_give_no_token_and_harm_no_neighbour(
+    broken: float, params: dict[str, float]
+) -> None:
+    asked = [SamplingParams(seed=7, **params)] * 3  # type: ignore[arg-type]
+    logits = LOGITS[:3].clone()
+    sound = sample(logits, asked, [1, 2, 3])
+    if broken == -math.inf:
+        logits[1] = broken
+    else:
+        logits[1, 40] = broken
+    rows = [a_context(p) for p in asked]
+    assert sampler.sample(logits, rows, [1, 2, 3]) == [sound[0], None, sound[2]]

@@ -1,5 +1,7 @@
 import asyncio
 
+from tidegate_engine.core.sampling import SamplingParams
+from tidegate_engine.model.bytes_tokenizer import END_TOKEN_ID
 from tidegate_engine.server.caller import Caller
 from tidegate_engine.server.intake import ENCODE_INLINE_CHARS, Intake, take_completion
 from tidegate_engine.server.schema import CompletionBody
@@ -27,6 +29,44 @@ async def test_every_choice_is_its_callers_and_as_urgent() -> None:
     assert [request.request_id for request in intake.requests] == ["g.0", "g.1"]
     assert {request.tenant for request in intake.requests} == {"acme"}
     assert {request.ttft_seconds for request in intake.requests} == {0.25}
+
+
+async def test_what_is_said_reaches_the_sampler_and_the_rest_is_as_openai_has_it() -> None:
+    said = {
+        "temperature": 0.5,
+        "min_p": 0.1,
+        "top_k": 7,
+        "top_p": 0.9,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "min_tokens": 3,
+        "seed": 5,
+        "logprobs": 20,
+    }
+    intake = await take(a_served_model(), prompt="Hello", logit_bias={"9": 1, "3": -2.5}, **said)
+    expected = SamplingParams(logit_bias=((3, -2.5), (9, 1.0)), **said)  # type: ignore[arg-type]
+    assert intake.requests[0].sampling == expected
+    unsaid = (await take(a_served_model(), prompt="Hello")).requests[0].sampling
+    assert unsaid == SamplingParams(seed=unsaid.seed)
+
+
+async def test_the_answer_ends_with_the_models_own_end_and_with_the_clients_tokens() -> None:
+    model = a_served_model()
+    both = await take(model, prompt="Hello", stop_token_ids=[7, 3, 7])
+    own = await take(model, prompt="Hello", stop_token_ids=[7], ignore_eos=True)
+    assert both.requests[0].stop_token_ids == (3, 7, END_TOKEN_ID)
+    assert own.requests[0].stop_token_ids == (7,)
+
+
+async def test_a_seed_gives_every_choice_another_one_each_time_the_same() -> None:
+    first, again = [
+        [r.sampling.seed for r in (await take(a_served_model(), prompt="a", n=3, seed=4)).requests]
+        for _ in range(2)
+    ]
+    assert first == again
+    assert first[0] == 4
+    assert len(set(first)) == 3
 
 
 async def test_prompts_take_no_thread_from_the_rest_of_the_engine() -> None:

@@ -18,9 +18,6 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
     [
         ("best_of", 2),
         ("echo", True),
-        ("frequency_penalty", 0.5),
-        ("logit_bias", {"50256": -100}),
-        ("presence_penalty", -1),
         ("suffix", "end"),
     ],
 )
@@ -83,7 +80,24 @@ def test_an_unknown_field_is_named(engine: RunningEngine, path: str) -> None:
         ("temperature", math.nan),
         ("top_k", -2),
         ("top_p", 0),
-        ("logprobs", 6),
+        ("logprobs", 21),
+        ("min_p", -0.1),
+        ("min_p", 1.5),
+        ("frequency_penalty", 2.5),
+        ("presence_penalty", -2.5),
+        ("presence_penalty", math.nan),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 11),
+        ("min_tokens", -1),
+        ("min_tokens", True),
+        ("min_tokens", 2),
+        ("stop_token_ids", [300]),
+        ("stop_token_ids", 5),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"07": 1}),
+        ("logit_bias", {"257": 1}),
+        ("logit_bias", [1]),
     ],
 )
 def test_a_wrong_value_is_named(engine: RunningEngine, field: str, value: object) -> None:
@@ -101,7 +115,12 @@ def test_a_wrong_value_is_named(engine: RunningEngine, field: str, value: object
             "messages.0.content.0.type",
         ),
         ({**CHAT, "top_logprobs": 2}, "top_logprobs"),
-        ({**CHAT, "logprobs": True, "top_logprobs": 6}, "top_logprobs"),
+        ({**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({**CHAT, "logprobs": False, "top_logprobs": 0}, "top_logprobs"),
+        ({**CHAT, "logit_bias": {"5": 101}}, "logit_bias.5"),
+        ({**CHAT, "stop_token_ids": [1, -1]}, "stop_token_ids.1"),
+        ({**CHAT, "min_tokens": 2}, "min_tokens"),
+        ({**CHAT, "max_tokens": None, "max_completion_tokens": 3, "min_tokens": 4}, "min_tokens"),
         ({**CHAT, "max_completion_tokens": 5}, "max_tokens"),
         ({**CHAT, "stream_options": {"include_usage": True}}, "stream_options"),
         ({**CHAT, "stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
@@ -137,6 +156,29 @@ def test_the_number_of_all_choices_is_bounded(engine: RunningEngine) -> None:
     refuses(engine, COMPLETIONS, body, param="n", code="too_many_choices")
 
 
+def test_the_limit_that_leaves_too_few_tokens_is_named(engine: RunningEngine) -> None:
+    for body, limit in (
+        ({**COMPLETION, "min_tokens": 9, "max_tokens": 8}, "max_tokens, 8"),
+        ({"model": MODEL, "prompt": "a", "min_tokens": 17}, "max_tokens, 16"),
+        ({**COMPLETION, "max_tokens": 1 << 30, "min_tokens": 1 << 21}, "context leaves, 10"),
+    ):
+        answer = engine.http().post(COMPLETIONS, json=body)
+        assert answer.status_code == 400
+        assert limit in answer.json()["error"]["message"]
+
+
+def test_best_of_is_accepted_only_where_it_asks_for_nothing(engine: RunningEngine) -> None:
+    answer = engine.http().post(COMPLETIONS, json={**COMPLETION, "n": 2, "best_of": 2})
+    assert answer.status_code == 200
+    refuses(
+        engine,
+        COMPLETIONS,
+        {**COMPLETION, "n": 2, "best_of": 1},
+        param="best_of",
+        code="unsupported_field",
+    )
+
+
 def test_another_model_is_not_found(engine: RunningEngine) -> None:
     answer = engine.http().post(COMPLETIONS, json={**COMPLETION, "model": "gpt"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
@@ -164,7 +206,8 @@ def test_a_body_that_is_not_json_is_refused(engine: RunningEngine, content: byte
         {"modalities": ["text"], "service_tier": "auto", "store": False},
         {"logprobs": None, "top_p": None, "stop": None, "stream": None, "seed": None},
         {"prompt_cache_key": "k", "safety_identifier": "s"},
-        {"top_k": -1, "ignore_eos": True},
+        {"top_k": -1, "ignore_eos": True, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0},
+        {"stop_token_ids": [], "logit_bias": None, "min_p": None, "frequency_penalty": None},
         {"max_completion_tokens": 1},
     ],
 )

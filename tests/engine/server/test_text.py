@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tidegate_engine.core.plan import SampledToken
 from tidegate_engine.core.request import FinishReason, TokenOutput
 from tidegate_engine.model.bytes_tokenizer import END_TOKEN_ID, BytesTokenizer
-from tidegate_engine.server.text import AnswerText, StopStrings, TextDelta
+from tidegate_engine.server.text import AnswerText, SpelledToken, StopStrings, TextDelta
 
 TOKENIZER = BytesTokenizer()
 SHORT = st.text("abc", min_size=1, max_size=4)
@@ -18,11 +18,11 @@ def cut(text: str, borders: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(at)]
 
 
-def until_stop(stops: list[str], pieces: list[str]) -> str:
+def until_stop(stops: list[str], pieces: list[str], *, counts_from: int = 0) -> str:
     found = StopStrings(stops)
     shown = ""
-    for piece in pieces:
-        text, has_stopped = found.push(piece)
+    for number, piece in enumerate(pieces):
+        text, has_stopped = found.push(piece, may_stop=number >= counts_from)
         shown += text
         if has_stopped:
             return shown
@@ -65,6 +65,28 @@ def test_the_text_ends_before_the_stop_string_that_is_complete_first(
     ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
     expected = text[: min(ends)[1]] if ends else text
     assert until_stop(stops, cut(text, borders)) == expected
+
+
+@given(
+    st.text("abc", max_size=12),
+    st.lists(SHORT, max_size=3),
+    st.lists(st.integers(1, 12), max_size=6),
+    st.integers(0, 6),
+)
+def test_stop_strings_that_are_complete_too_early_are_text(
+    text: str, stops: list[str], borders: list[int], counts_from: int
+) -> None:
+    pieces = cut(text, borders)
+    early = sum(map(len, pieces[:counts_from]))
+    ends = [
+        (at + len(stop), at)
+        for stop in stops
+        for at in range(len(text))
+        if text.startswith(stop, at) and at + len(stop) > early
+    ]
+    expected = text[: min(ends)[1]] if ends else text
+    # What was shown before stays shown, though a stop string began in it.
+    assert until_stop(stops, pieces, counts_from=counts_from) == expected
 
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
@@ -113,7 +135,7 @@ def test_a_character_of_several_tokens_comes_whole() -> None:
 
 def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
     deltas = push_all(an_answer("llo"), outputs("hellx"))
-    assert [[token.text for token in delta.logprobs] for delta in deltas] == [
+    assert [[one.token.text for one in delta.logprobs] for delta in deltas] == [
         ["h"],
         ["e"],
         [],
@@ -125,4 +147,26 @@ def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
 
 def test_tokens_of_a_stop_string_have_no_log_probabilities() -> None:
     deltas = push_all(an_answer("llo"), outputs("hello"))
-    assert [token.text for delta in deltas for token in delta.logprobs] == ["h", "e"]
+    assert [one.token.text for delta in deltas for one in delta.logprobs] == ["h", "e"]
+
+
+def test_a_stop_string_counts_from_the_least_number_of_tokens_on() -> None:
+    answer = AnswerText(TOKENIZER, stops=["lo", "w"], stop_token_ids=(), min_tokens=6)
+    deltas = push_all(answer, outputs("hello lo world"))
+    assert "".join(delta.text for delta in deltas) == "hello "
+    assert answer.num_tokens == len("hello lo")
+
+
+@given(st.text(max_size=8), st.lists(st.sampled_from(["é", "€x", "🙂", "a"]), max_size=2))
+def test_no_piece_of_an_answer_breaks_a_character(text: str, stops: list[str]) -> None:
+    tokens = outputs(text) or [TokenOutput("r", None, FinishReason.LENGTH)]
+    deltas = push_all(an_answer(*stops), tokens)
+    ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
+    assert "".join(delta.text for delta in deltas) == (text[: min(ends)[1]] if ends else text)
+    spelled = b"".join(one.token.spelling for delta in deltas for one in delta.logprobs)
+    assert spelled.decode() == (text[: min(ends)[1]] if ends else text)
+
+
+def test_a_part_of_a_character_is_spelled_by_its_bytes() -> None:
+    whole, part = SpelledToken("é".encode(), -1.0), SpelledToken(b"\xe2\x82", -1.0)
+    assert (whole.text, part.text) == ("é", r"bytes:\xe2\x82")
