@@ -207,6 +207,14 @@ class BlockPool:
         if self._blocks.setdefault(key, block) == block:
             self._keys[block] = key
 
+    def unregister(self, blocks: Iterable[int]) -> None:
+        """Know held blocks by no key any more: their content is not what the keys say."""
+        for block in blocks:
+            key = self._keys[block]
+            if key is not None:
+                self._keys[block] = None
+                del self._blocks[key]
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """Return the blocks of the longest leading run of keys that are all registered.
 

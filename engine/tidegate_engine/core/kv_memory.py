@@ -159,6 +159,11 @@ class KvMemory:
             self.pool.register(block, key)
         seq.num_registered = max(seq.num_registered, num_full)
 
+    def distrust(self, seq: Sequence) -> None:
+        """Let nobody read again what was computed of `seq`."""
+        self.pool.unregister(seq.block_table)
+        seq.computed_tokens = 0
+
     def release(self, seq: Sequence) -> int:
         """Take back everything that `seq` holds; what is in flight, once its fence has passed.
 

@@ -207,6 +207,17 @@ def test_registering_twice_under_one_key_is_once() -> None:
     assert pool.match([b"a"]) == [block]
 
 
+def test_a_block_that_is_no_longer_registered_is_not_found_and_may_be_again() -> None:
+    pool = BlockPool(num_blocks=4, block_size=4)
+    first, second = pool.allocate(2)
+    pool.register(first, b"a")
+    pool.unregister([first, second])
+    assert pool.match([b"a"]) == []
+    pool.register(second, b"a")
+    assert pool.match([b"a"]) == [second]
+    pool.check_invariants({first: 1, second: 1})
+
+
 def test_a_registered_block_takes_no_other_key() -> None:
     pool = BlockPool(num_blocks=4, block_size=4)
     (block,) = pool.allocate(1)

@@ -68,6 +68,16 @@ def test_an_abandoned_step_drops_its_requests_and_frees_their_blocks() -> None:
     assert (scheduler.has_work, scheduler.stats().kv_used_blocks) == (False, 0)
 
 
+def test_nothing_of_a_broken_request_is_found_by_its_prompt() -> None:
+    run = a_run()
+    run.submit(a_request(prompt=20, output=4, request_id="broken"))
+    run.step()  # its prompt is read, and known
+    run.scheduler.abandon_step(run.scheduler.plan_step(0.0), 0.0)
+    run.submit(a_request(prompt=20, output=4, request_id="next"))
+    run.drain()
+    assert run.scheduler.stats().tenants["acme"].cached_tokens == 0
+
+
 def test_same_arrivals_give_the_same_plans() -> None:
     def trace() -> list[list[tuple[str, int, int]]]:
         run = a_run(blocks=6, max_batched_tokens=7)
