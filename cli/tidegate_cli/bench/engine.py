@@ -240,7 +240,7 @@ class EngineBench:
             timed=_as_pairs(self._burst()),
             max_num_seqs=settings.max_num_seqs,
             temperature=settings.temperature,
-            profiles=settings.profiles and settings.executor == "torch",
+            profiles=settings.profiles,
         )
         return await replay_bare(work, self._environment())
 

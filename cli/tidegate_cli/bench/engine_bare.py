@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tidegate_cli.bench.engine_policy import BENCH_TENANT, everything_for_one_tenant
+from tidegate_cli.bench.engine_profile import ProfiledExecutor
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import StepPlan, StepResult
@@ -52,13 +53,11 @@ class BareSteps:
         step_seconds: Of executing each step, in order: planning and committing not counted.
         output_tokens: Of all.
         profile: Share of the steps' time by what it was spent on; empty = not looked at.
-        operations: Share by the operation, the largest ones.
     """
 
     step_seconds: Sequence[float]
     output_tokens: int
     profile: dict[str, float] = field(default_factory=dict)
-    operations: dict[str, float] = field(default_factory=dict)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -110,21 +109,16 @@ class BareEngine:
         self._serve(self._executor, self._work.warm_up)
         timed = TimedExecutor(self._executor)
         output_tokens = self._serve(timed, self._work.timed)
-        profile, operations = self._profile() if self._work.profiles else ({}, {})
         return BareSteps(
             step_seconds=timed.step_seconds,
             output_tokens=output_tokens,
-            profile=profile,
-            operations=operations,
+            profile=self._profile() if self._work.profiles else {},
         )
 
-    def _profile(self) -> tuple[dict[str, float], dict[str, float]]:
-        # Imported here, as simulated executors need no PyTorch.
-        from tidegate_cli.bench.engine_profile import ProfiledExecutor
-
+    def _profile(self) -> dict[str, float]:
         profiled = ProfiledExecutor(self._executor)
         self._serve(profiled, self._work.timed)
-        return profiled.shares(), profiled.operations()
+        return profiled.shares()
 
     def _serve(self, executor: Executor, requests: Sequence[tuple[Sequence[int], int]]) -> int:
         """Run requests to their ends; returns how many output tokens they got."""

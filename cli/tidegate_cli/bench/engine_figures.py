@@ -114,13 +114,9 @@ def print_figures(console: Console, figures: EngineFigures) -> None:
     console.print(report.figures_table("bench engine", figures.results()))
     for line in _remarks(figures):
         console.print(line, highlight=False, soft_wrap=True)
-    for title, shares in (
-        ("Where the time of a step goes", figures.bare.profile),
-        ("The same by operation", figures.bare.operations),
-    ):
-        if shares:
-            percents = {name: 100 * share for name, share in shares.items()}
-            console.print(report.figures_table(f"{title}, in %", percents))
+    if figures.bare.profile:
+        percents = {part: 100 * share for part, share in figures.bare.profile.items()}
+        console.print(report.figures_table("Where the time of a step goes, in %", percents))
 
 
 def _remarks(figures: EngineFigures) -> list[str]:
@@ -129,6 +125,9 @@ def _remarks(figures: EngineFigures) -> list[str]:
         f"W: {len(served.burst.ttft_seconds)} requests, {served.burst.prompt_tokens} prompt and"
         f" {served.burst.output_tokens} output tokens, in {served.burst.seconds:.1f} s and"
         f" {served.steps.steps} steps; clients run on the same machine.",
+        f"Of the time of the burst, executing steps took"
+        f" {100 * served.steps.step_seconds / served.burst.seconds:.1f} %, planning and committing"
+        f" them {100 * served.steps.scheduler_seconds / served.burst.seconds:.2f} %.",
         f"The bound is W's output tokens over the time of executing its {len(bare.step_seconds)}"
         f" steps alone, {sum(bare.step_seconds):.1f} s: the same plans, settings and kernels, with"
         " no HTTP, no clients and no planning.",

@@ -1,38 +1,48 @@
-"""What the time of an engine's steps is spent on, by PyTorch's profiler."""
+"""What the time of an engine's steps is spent on, by looking at where they are again and again.
 
-import time
-from collections import defaultdict
+A sample is the line of the engine's own code that a step is in. Kernels let other threads of Python
+run while they compute, so that a second thread can look; where one would not, its time counts for
+the line after it.
+"""
 
-from torch.profiler import ProfilerActivity, profile
+import linecache
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import PurePath
+from types import FrameType
 
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.plan import StepPlan, StepResult
 from tidegate_engine.executor.base import Capacity, Executor
 
-_EVERY = 8
-"""Steps from one that is looked at to the next: each slows down by it."""
+_INTERVAL_SECONDS = 0.001
+_PACKAGE = "tidegate_engine"
 
-_LARGEST = 12
-
-# The first part in whose words one is contained in an operation's name; else `REST`.
-_PARTS = {
-    "attention": ("attention", "bmm", "softmax"),
-    "linear layers": ("linear", "addmm", "::mm", "_mm", "matmul", "quant", "mkldnn", "onednn"),
-    "KV read and written": ("index_select", "index_copy", "index_put", "gather", "scatter"),
-    "sampling": ("argmax", "topk", "sort", "cumsum", "searchsorted"),
+# What a file is for, or else the first part of whose words one is in the line.
+_FILES = {
+    "linear.py": "linear layers",
+    "sampler.py": "sampling",
+    "batch.py": "batch building",
+    "kv_copies.py": "copies of KV blocks",
 }
-REST = "norms, rotary, activations, copies"
-OUTSIDE = "outside PyTorch's operations (batch building, Python)"
+_WORDS = {
+    "linear layers": (".compute(", "linear("),
+    "attention": ("attention", "attend", "scaled_dot_product"),
+    "norms, rotary, activations": ("norm", "rotat", "gate", "silu", "quantis"),
+    "sampling": ("sample(",),
+    "batch building": ("build_batch(", ".begin("),
+}
+REST = "all else"
 
 
 class ProfiledExecutor:
-    """An executor some of whose steps are profiled."""
+    """An executor whose steps are looked at while they run."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._num_steps = 0
-        self._seconds = 0.0
-        self._by_operation: dict[str, float] = defaultdict(float)
+        self._samples: Counter[str] = Counter()
 
     @property
     def capacity(self) -> Capacity:
@@ -45,35 +55,42 @@ class ProfiledExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry a plan out."""
-        self._num_steps += 1
-        if self._num_steps % _EVERY:
+        is_over = threading.Event()
+        observer = threading.Thread(target=self._observe, args=(threading.get_ident(), is_over))
+        observer.start()
+        try:
             return self._executor.execute(plan)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            began = time.perf_counter()
-            result = self._executor.execute(plan)
-            self._seconds += time.perf_counter() - began
-        for operation in profiler.key_averages():
-            self._by_operation[operation.key] += operation.self_cpu_time_total / 1e6
-        return result
+        finally:
+            is_over.set()
+            observer.join()
 
     def shares(self) -> dict[str, float]:
-        """Return the share of the profiled steps' time by what it was spent on, largest first."""
-        seconds: dict[str, float] = defaultdict(float)
-        for name, spent in self._by_operation.items():
-            seconds[_part_of(name)] += spent
-        seconds[OUTSIDE] = max(0.0, self._seconds - sum(self._by_operation.values()))
-        return self._largest(seconds)
+        """Return the share of the steps' time by what it was spent on, the largest first."""
+        total = self._samples.total()
+        return {part: count / total for part, count in self._samples.most_common()}
 
-    def operations(self) -> dict[str, float]:
-        """Return the same by the operation's name, for the largest."""
-        return self._largest(self._by_operation)
-
-    def _largest(self, seconds: dict[str, float]) -> dict[str, float]:
-        ordered = sorted(seconds.items(), key=lambda item: -item[1])
-        return {name: spent / self._seconds for name, spent in ordered[:_LARGEST]}
+    def _observe(self, thread: int, is_over: threading.Event) -> None:
+        while not is_over.wait(_INTERVAL_SECONDS):
+            frame = sys._current_frames().get(thread)  # noqa: SLF001 - Python's own way to look
+            if frame is not None:
+                self._samples[part_of(frame)] += 1
 
 
-def _part_of(name: str) -> str:
-    lowered = name.lower()
-    found = (part for part, words in _PARTS.items() if any(word in lowered for word in words))
-    return next(found, REST)
+def part_of(frame: FrameType) -> str:
+    """Return what a thread is doing, by the innermost line of the engine that tells it."""
+    for name, line in _lines(frame):
+        if name in _FILES:
+            return _FILES[name]
+        found = [part for part, words in _WORDS.items() if any(word in line for word in words)]
+        if found:
+            return found[0]
+    return REST
+
+
+def _lines(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+    """Yield file name and line of the engine's frames, the innermost first."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if _PACKAGE in path:
+            yield PurePath(path).name, linecache.getline(path, frame.f_lineno)
+        frame = frame.f_back
