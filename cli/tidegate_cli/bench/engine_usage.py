@@ -18,12 +18,14 @@ class CpuTimes:
     """CPU time so far, in seconds.
 
     Attributes:
-        threads: Of an engine, by thread id.
+        process: Of an engine, the threads that have ended included.
+        threads: Of it, by thread id.
         bench: Of this process, the clients.
         machine: Of everything that runs here, and what was stolen from this machine.
     """
 
     pid: int
+    process: float
     threads: Mapping[int, float]
     bench: float
     machine: float
@@ -37,8 +39,9 @@ class CpuTimes:
         guest = getattr(whole, "guest", 0.0) + getattr(whole, "guest_nice", 0.0)
         return cls(
             pid=pid,
+            process=_seconds_of(Path(f"/proc/{pid}")),
             threads={
-                int(folder.name): _thread_seconds(folder)
+                int(folder.name): _seconds_of(folder)
                 for folder in Path(f"/proc/{pid}/task").iterdir()
             },
             bench=own.user + own.system,
@@ -80,16 +83,17 @@ class CpuUse:
         The event loop is the main thread. Those that compute, the engine's own and the ones that
         PyTorch adds to it, are the busiest of the others; what remains works for HTTP.
         """
-        used = {
-            thread: total - first.threads.get(thread, 0.0) for thread, total in last.threads.items()
-        }
-        others = sorted((used[thread] for thread in used if thread != last.pid), reverse=True)
-        engine = sum(used.values())
+        others = sorted(
+            total - first.threads.get(thread, 0.0)
+            for thread, total in last.threads.items()
+            if thread != last.pid
+        )
+        engine = last.process - first.process
         bench = last.bench - first.bench
         foreign = max(0.0, last.machine - first.machine - engine - bench)
         return cls(
             engine=engine,
-            http=engine - sum(others[:num_compute_threads]),
+            http=max(0.0, engine - sum(others[-num_compute_threads:])),
             bench=bench,
             foreign=foreign,
             foreign_cpus=foreign / seconds,
@@ -170,7 +174,7 @@ def peak_resident_mb(pid: int) -> float:
     return 0.0
 
 
-def _thread_seconds(folder: Path) -> float:
+def _seconds_of(folder: Path) -> float:
     try:
         stat = (folder / "stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
