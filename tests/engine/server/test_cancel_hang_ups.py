@@ -1,5 +1,6 @@
 """Every way in which a client can leave, and every moment at which it can do so."""
 
+import contextlib
 import socket
 from collections.abc import Callable, Iterator
 
@@ -129,6 +130,8 @@ def test_a_second_request_before_the_first_answer_ends_both(engine: RunningEngin
         eventually(lambda: engine.stats().scheduler.running == 1, "a running request")
         connection.sendall(a_completion(stream=False))
         eventually(lambda: cancelled(engine, "running") == 1, "its end")
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
         assert engine.stats().scheduler.arrivals == 1
 
 
