@@ -15,6 +15,10 @@ PROMPT = PROMPTS[1]
 TABLE = [9, 2, 30, 4, 17, 11, 50, 23, 41]
 OTHER_TABLE = [20, 21, 63, 1, 0, 8, 13, 33, 54]
 SEEDED = SamplingParams(seed=5, temperature=1.0)
+# Strong enough that a miscounted token is seen, and with a draw that depends on the position.
+PENALISED = SamplingParams(
+    seed=5, repetition_penalty=1.5, presence_penalty=1.0, frequency_penalty=2.0, min_tokens=6
+)
 
 
 @pytest.fixture
@@ -72,12 +76,18 @@ def test_the_output_depends_on_the_prompt_and_varies(steps: Steps) -> None:
     assert len({token for output in outputs for token in output}) > 8
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SEEDED])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SEEDED, PENALISED])
 def test_a_request_computed_anew_goes_on_as_it_would_have(
     steps: Steps, sampling: SamplingParams
 ) -> None:
     whole = Generation(steps, [*PROMPT], [*TABLE], sampling=sampling).run(9)
-    anew = Generation(steps, [*PROMPT, *whole[:5]], [*OTHER_TABLE], sampling=sampling)
+    anew = Generation(
+        steps,
+        [*PROMPT, *whole[:5]],
+        [*OTHER_TABLE],
+        sampling=sampling,
+        num_prompt_tokens=len(PROMPT),
+    )
     assert anew.run(4, chunk=10) == whole[5:]
 
 
@@ -148,7 +158,7 @@ def test_all_copies_are_read_before_any_is_written(steps: Steps) -> None:
 # -- swaps and fences ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SEEDED])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SEEDED, PENALISED])
 def test_a_request_swapped_out_and_back_goes_on_as_it_would_have(
     steps: Steps, sampling: SamplingParams
 ) -> None:

@@ -20,8 +20,16 @@ from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import Simulation, WatchedExecutor
 
 GREEDY = SamplingParams(temperature=0.0)
-# From a few tokens, so that hardly ever a draw falls where rounding decides it.
-SEEDED = SamplingParams(seed=5, temperature=1.0, top_k=8)
+# From a few tokens, so that hardly ever a draw falls where rounding decides it; with penalties, so
+# that every token of the context counts.
+SEEDED = SamplingParams(
+    seed=5,
+    temperature=1.0,
+    top_k=8,
+    repetition_penalty=1.3,
+    presence_penalty=0.5,
+    frequency_penalty=0.7,
+)
 
 TIE = 1e-3
 """Below this gap between the two best logits, rounding may decide."""
