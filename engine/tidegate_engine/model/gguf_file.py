@@ -88,9 +88,12 @@ class GgufFile:
             raise ModelLoadError(self._path, "is missing", tensor=own_name)
         found: ReaderTensor = self._tensors[own_name]
         try:
-            values = dequantize(found.data, found.tensor_type)
+            with np.errstate(all="ignore"):
+                values = dequantize(found.data, found.tensor_type)
         except NotImplementedError as error:
             raise ModelLoadError(self._path, f"{error}", tensor=own_name) from error
+        if not np.isfinite(values).all():
+            raise ModelLoadError(self._path, "holds numbers that aren't finite", tensor=own_name)
         self._read.add(own_name)
         # GGUF counts the fastest-varying dimension first.
         shape = [*reversed(found.shape.tolist())]

@@ -69,7 +69,10 @@ class GgufMetadata:
 
     def _find(self, key: str) -> Any:  # noqa: ANN401 (whatever the file holds)
         field = self._reader.get_field(key)
-        return None if field is None else field.contents()
+        try:
+            return None if field is None else field.contents()
+        except ValueError as error:
+            raise self.refuse(key, f"{error}") from error
 
     def _checked(self, key: str, found: Any, kind: type[_T]) -> _T:  # noqa: ANN401 (as above)
         is_whole_for_float = kind is float and type(found) is int

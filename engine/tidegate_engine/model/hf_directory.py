@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
 from tidegate_engine.model.chat_template import ChatTemplateError
@@ -71,23 +72,16 @@ class HfDirectory:
         backend = load_backend(path)
         settings = read_json(self._directory / "special_tokens_map.json", optional=True)
         settings |= read_json(self._directory / _TOKENIZER_SETTINGS_FILE, optional=True)
-        bos_token, eos_token = (
-            _token_text(settings.get(name), self._directory / _TOKENIZER_SETTINGS_FILE, name)
-            for name in ("bos_token", "eos_token")
-        )
-        adds_bos, adds_eos = settings.get("add_bos_token"), settings.get("add_eos_token")
-        if adds_bos is not None or adds_eos is not None:
-            add_around_prompts(
-                backend, bos_token if adds_bos else "", eos_token if adds_eos else ""
-            )
+        bos_token, eos_token = (self._token_text(settings, name) for name in ("bos", "eos"))
+        self._frame_prompts(backend, settings, bos_token, eos_token)
         template, template_path = self._chat_template(settings)
         eos_token_id = backend.token_to_id(eos_token)
+        own_end = frozenset() if eos_token_id is None else frozenset([eos_token_id])
         try:
             return Tokenizer(
                 backend,
                 chat_template=template,
-                eos_token_ids=self._eos_token_ids
-                | (frozenset() if eos_token_id is None else {eos_token_id}),
+                eos_token_ids=self._eos_token_ids | own_end,
                 bos_token=bos_token,
                 eos_token=eos_token,
             )
@@ -95,6 +89,20 @@ class HfDirectory:
             raise ModelLoadError(path, f"{error}") from error
         except ChatTemplateError as error:
             raise ModelLoadError(template_path, f"{error}") from error
+
+    def _frame_prompts(
+        self, backend: Backend, settings: dict[str, Any], bos_token: str, eos_token: str
+    ) -> None:
+        """Follow the settings where they say what is around prompts; else tokenizer.json does."""
+        adds_bos, adds_eos = settings.get("add_bos_token"), settings.get("add_eos_token")
+        if adds_bos is None and adds_eos is None:
+            return
+        try:
+            add_around_prompts(
+                backend, bos_token if adds_bos else "", eos_token if adds_eos else ""
+            )
+        except UnsupportedTokenizerError as error:
+            raise ModelLoadError(self._directory / _TOKENIZER_SETTINGS_FILE, f"{error}") from error
 
     def _chat_template(self, settings: dict[str, Any]) -> tuple[str | None, Path]:
         """Return the template and the file that it is from."""
@@ -114,6 +122,16 @@ class HfDirectory:
             raise ModelLoadError(path, f"chat_template must be text, got {found!r}")
         return found, path
 
+    def _token_text(self, settings: dict[str, Any], name: str) -> str:
+        token = settings.get(f"{name}_token")
+        if token is None:
+            return ""
+        text = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(text, str):
+            problem = f"{name}_token must be a token's text, got {token!r}"
+            raise ModelLoadError(self._directory / _TOKENIZER_SETTINGS_FILE, problem)
+        return text
+
 
 def _find_tensors(path: Path) -> dict[str, SafetensorsFile]:
     """The file of each tensor, sharded or not."""
@@ -132,12 +150,3 @@ def _find_tensors(path: Path) -> dict[str, SafetensorsFile]:
             problem = f"is missing, though {_INDEX_FILE} says that it is here"
             raise ModelLoadError(path / shard, problem, tensor=name)
     return {name: shards[shard] for name, shard in weight_map.items()}
-
-
-def _token_text(token: object, path: Path, field: str) -> str:
-    if token is None:
-        return ""
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        raise ModelLoadError(path, f"{field} must be a token's text, got {token!r}")
-    return text
