@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import uvloop
 
+from tidegate_cli.bench.errors import BenchError
 from tidegate_cli.errors import NotReadyError
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
@@ -19,11 +20,13 @@ from tidegate_engine.core.plan import StepPlan, StepResult
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.events import EngineStats
 from tidegate_engine.executor.base import Capacity, Executor
+from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.parts import Parts, load_parts
 from tidegate_engine.server.app import create_app
 from tidegate_engine.server.connections import HttpServer, listen
 from tidegate_engine.server.service import Service, assemble
 from tidegate_engine.settings import Settings
+from tidegate_engine.start_errors import StartError
 from tidegate_policies.snapshot import BatchingRule, PolicySnapshot, TenantRule, TierRule
 
 POOL = "bench/cancel"
@@ -114,11 +117,14 @@ def serving(
         threads: CPU threads of a step.
 
     Raises:
-        ModelLoadError: The model can't be loaded.
+        BenchError: The model can't be loaded.
         NotReadyError: The policy did not come into force.
     """
     keys = {tenant: f"bench-{tenant}" for tenant in tenants}
-    parts = load_parts(_settings(kv_blocks, threads), created=int(time.time()))
+    try:
+        parts = load_parts(_settings(kv_blocks, threads), created=int(time.time()))
+    except (ModelLoadError, StartError) as error:
+        raise BenchError(f"the engine can't start: {error}") from error
     scheduler = _scheduler(parts, max_num_seqs)
     executor = WatchedExecutor(parts.executor, scheduler)
     with listen(HOST, 0) as listener:
