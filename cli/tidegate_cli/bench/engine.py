@@ -89,11 +89,11 @@ class EngineSettings:
         """Return the same with few and short requests."""
         return replace(
             self,
-            max_requests=16,
-            max_output_tokens=24,
+            max_requests=12,
+            max_output_tokens=16,
             rate=4.0,
-            padded_requests=48,
-            padded_longest=24,
+            padded_requests=32,
+            padded_longest=16,
             padded_slots=8,
             profiles=False,
         )
@@ -208,7 +208,9 @@ class EngineBench:
             running_engine(self._tenant, "static", environment) as engine,
             self._client(engine.target) as client,
         ):
-            await client.run(self._warm_up())
+            await client.run(
+                self._writer.write(self._padded.requests[: self._settings.padded_slots])
+            )
             return await self._serve_padded(client, "static")
 
     async def _serve_padded(self, client: StreamingClient, way: str) -> RunFigures:
