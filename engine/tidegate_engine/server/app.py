@@ -1,8 +1,9 @@
 """The OpenAI-compatible HTTP API of one engine."""
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -45,8 +46,35 @@ from tidegate_engine.server.stream import Answer, EventStream, collect, unless_d
 from tidegate_engine.server.text import AnswerText
 from tidegate_policies.snapshot import StopPolicy
 
+_Body = TypeVar("_Body", bound=GenerationBody)
+
 SCRAPE_PATIENCE_SECONDS = 2.0
 """How long a scrape waits for the step in flight; then it gets the last count."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint(Generic[_Body]):
+    """What is particular to one of the two ways to ask for tokens."""
+
+    shape: type[_Body]
+    take: Callable[[_Body, Caller, ServedModel], Coroutine[Any, Any, Intake]]
+    answer_format: Callable[[ResponseHead, _Body], ResponseFormat]
+
+
+_COMPLETIONS = _Endpoint(
+    shape=CompletionBody,
+    take=lambda body, caller, model: take_completion(body, caller=caller, model=model),
+    answer_format=lambda head, body: CompletionFormat(
+        head, wants_logprobs=body.logprobs is not None, includes_usage=body.includes_usage
+    ),
+)
+_CHATS = _Endpoint(
+    shape=ChatBody,
+    take=lambda body, caller, model: take_chat(body, caller=caller, model=model),
+    answer_format=lambda head, body: ChatFormat(
+        head, wants_logprobs=bool(body.logprobs), includes_usage=body.includes_usage
+    ),
+)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -73,49 +101,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", responses=answers(CompletionAnswer, *GENERATION, streams=True))
     async def complete(request: Request, caller: Annotated[Caller, Depends(identify)]) -> Response:
-        with _noting_refusals(service, caller):
-            _check_servable(service, caller)
-        body = await read_body(request, CompletionBody)
-        with _noting_refusals(service, caller):
-            _check_model(service.model, body.model)
-            intake = await take_completion(body, caller=caller, model=service.model)
-            answer_format = CompletionFormat(
-                _head(service, caller),
-                wants_logprobs=body.logprobs is not None,
-                includes_usage=body.includes_usage,
-            )
-            answer = await _begin(
-                service,
-                request,
-                body,
-                intake=intake,
-                caller=caller,
-                answer_format=answer_format,
-            )
-        return await _respond(answer, request, is_stream=bool(body.stream))
+        return await _generate(service, request, caller, _COMPLETIONS)
 
     @app.post("/v1/chat/completions", responses=answers(ChatAnswer, *GENERATION, streams=True))
     async def chat(request: Request, caller: Annotated[Caller, Depends(identify)]) -> Response:
-        with _noting_refusals(service, caller):
-            _check_servable(service, caller)
-        body = await read_body(request, ChatBody)
-        with _noting_refusals(service, caller):
-            _check_model(service.model, body.model)
-            intake = await take_chat(body, caller=caller, model=service.model)
-            answer_format = ChatFormat(
-                _head(service, caller),
-                wants_logprobs=bool(body.logprobs),
-                includes_usage=body.includes_usage,
-            )
-            answer = await _begin(
-                service,
-                request,
-                body,
-                intake=intake,
-                caller=caller,
-                answer_format=answer_format,
-            )
-        return await _respond(answer, request, is_stream=bool(body.stream))
+        return await _generate(service, request, caller, _CHATS)
 
 
 def _add_requests(app: FastAPI, service: Service) -> None:
@@ -219,23 +209,39 @@ def _head(service: Service, caller: Caller) -> ResponseHead:
     )
 
 
-async def _begin(
+async def _generate(
+    service: Service, request: Request, caller: Caller, endpoint: _Endpoint[_Body]
+) -> Response:
+    with _noting_refusals(service, caller):
+        _check_servable(service, caller)
+    body = await read_body(request, endpoint.shape)
+    with _noting_refusals(service, caller):
+        _check_model(service.model, body.model)
+        intake = await unless_disconnected(
+            endpoint.take(body, caller, service.model),
+            receive=request.receive,
+            cancel_on_disconnect=_ends_with_client(service, caller),
+        )
+        if intake is None:
+            return Response()  # which nobody reads
+        answer_format = endpoint.answer_format(_head(service, caller), body)
+        answer = _begin(service, body, caller, intake=intake, answer_format=answer_format)
+    return await _respond(answer, request, is_stream=bool(body.stream))
+
+
+def _begin(
     service: Service,
-    request: Request,
     body: GenerationBody,
+    caller: Caller,
     *,
     intake: Intake,
-    caller: Caller,
     answer_format: ResponseFormat,
-) -> Answer | None:
-    """Hand the requests to the engine; None when the client has hung up before.
+) -> Answer:
+    """Hand the requests to the engine.
 
     Raises:
         ApiError: They were refused.
     """
-    # While a long prompt was encoded, nobody watched the connection.
-    if _ends_with_client(service, caller) and await request.is_disconnected():
-        return None
     generation = Generation(
         caller.request_id,
         tenant=caller.tenant,
@@ -270,9 +276,7 @@ def _ends_with_client(service: Service, caller: Caller) -> bool:
     return rule is None or rule.cancel_on_disconnect
 
 
-async def _respond(answer: Answer | None, request: Request, *, is_stream: bool) -> Response:
-    if answer is None:
-        return Response()  # which nobody reads
+async def _respond(answer: Answer, request: Request, *, is_stream: bool) -> Response:
     if is_stream:
         return EventStream(answer)
     try:
