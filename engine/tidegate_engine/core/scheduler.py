@@ -415,7 +415,7 @@ class Scheduler:
     def _drop_broken(self, request_id: str, now: float) -> None:
         """Drop a request, if it lives, whose keys and values are not to be trusted."""
         if request_id in self._live:
-            self._live[request_id].computed_tokens = 0  # nothing of it may be read again
+            self._memory.distrust(self._live[request_id])
             self.cancel(request_id, now)
 
     def _end_for_lack(self, seq: Sequence) -> None:

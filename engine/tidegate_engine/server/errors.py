@@ -5,6 +5,7 @@ proxies and access logs that don't read bodies.
 """
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,10 @@ from tidegate_engine.core.request import Rejection, RejectionCode
 from tidegate_engine.server.json_response import JsonResponse
 
 REASON_HEADER = "x-tidegate-reason"
+
+MAX_RETRY_SECONDS = 60
+"""Nobody is told to wait for longer: by then all may have changed."""
+
 UNSUPPORTED = "unsupported_field"
 """Type of the pydantic error of a known OpenAI field that this engine can't honour."""
 
@@ -70,7 +75,8 @@ class ApiError(Exception):
         """The response headers that belong to it."""
         headers = {REASON_HEADER: self.code}
         if self.retry_after_seconds is not None:
-            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_seconds)))
+            seconds = min(math.ceil(self.retry_after_seconds), MAX_RETRY_SECONDS)
+            headers["retry-after"] = str(max(1, seconds))
         return headers
 
     def body(self) -> dict[str, Mapping[str, object]]:
@@ -221,19 +227,24 @@ class SlowReaderError(ApiError):
 
 
 def from_rejection(rejection: Rejection) -> ApiError:
-    """Turn the scheduler's refusal into the API's."""
+    """Turn the scheduler's refusal into the API's.
+
+    Those who are refused together are told to come back up to a quarter later than they need, each
+    at another time.
+    """
     if rejection.code is RejectionCode.UNKNOWN_TENANT:
         return InvalidApiKeyError()
     is_about_prompt = rejection.code in {
         RejectionCode.PROMPT_TOO_LONG,
         RejectionCode.EMPTY_PROMPT,
     }
+    wait = rejection.retry_after_seconds
     return ApiError(
         _REJECTION_STATUS[rejection.code],
         rejection.code.value,
         rejection.message,
         param="prompt" if is_about_prompt else None,
-        retry_after_seconds=rejection.retry_after_seconds,
+        retry_after_seconds=None if wait is None else wait * random.uniform(1.0, 1.25),
     )
 
 

@@ -11,6 +11,7 @@ STATUS = {
     RejectionCode.TENANT_QUEUE_FULL: 429,
     RejectionCode.QUEUE_FULL: 503,
     RejectionCode.NO_POLICY: 503,
+    RejectionCode.SHED: 429,
 }
 
 
@@ -22,3 +23,12 @@ def test_every_refusal_has_its_status_and_tells_proxies_its_reason(code: Rejecti
     if code is not RejectionCode.UNKNOWN_TENANT:
         assert error.code == code.value
         assert error.headers["retry-after"] == "3"
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.001, {1}), (10.0, {11, 12, 13}), (500.0, {60})])
+def test_who_is_refused_is_told_to_come_back_within_a_minute_and_not_all_at_once(
+    seconds: float, told: set[int]
+) -> None:
+    refusal = Rejection(code=RejectionCode.SHED, message="no", retry_after_seconds=seconds)
+    heard = {int(from_rejection(refusal).headers["retry-after"]) for _ in range(200)}
+    assert heard == told
