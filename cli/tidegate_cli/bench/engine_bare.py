@@ -98,8 +98,8 @@ class BareEngine:
 
     def __init__(self, settings: Settings, work: BareWork) -> None:
         self._work = work
-        self._executor = load_parts(settings, created=0).executor
-        self._costs = self._executor.measure()
+        parts = load_parts(settings, created=0)
+        self._executor, self._costs = parts.executor, parts.costs
         self._limits = EngineLimits(
             max_num_seqs=work.max_num_seqs, max_batched_tokens=settings.max_batched_tokens
         )
