@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 from pathlib import Path
@@ -46,6 +46,7 @@ TIE = 1e-3
 _MODEL = "smollm2"
 _GREEDY = SamplingParams(temperature=0.0)
 _SPARE_BLOCKS = 2
+_CACHE_BYTES = 256 << 20
 _WAVES = "waves"
 _VICTIMS = "victims"
 
@@ -340,11 +341,18 @@ def _copies(
     swaps = _Swaps(executor, settings)
     num_bytes = len(swaps.blocks) * cache.pool[0].nbytes
     source, target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
-    seconds: dict[str, list[float]] = {"swap_out": [], "swap_in": [], "memcpy": []}
-    for _ in range(settings.swaps):
-        seconds["swap_out"].append(_timed(swaps.swap_out))
-        seconds["memcpy"].append(_timed(lambda: np.copyto(target, source)))
-        seconds["swap_in"].append(_timed(swaps.swap_in))
+    ways: dict[str, Callable[[], None]] = {
+        "swap_out": swaps.swap_out,
+        "swap_in": swaps.swap_in,
+        "memcpy": lambda: np.copyto(target, source),
+    }
+    elsewhere = np.ones(_CACHE_BYTES, np.uint8)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(settings.swaps):
+        for way, copy in ways.items():
+            # Steps between them would have driven the blocks out of the processor's caches.
+            elsewhere.fill(number)
+            seconds[way].append(_timed(copy))
     return {
         "swap_bytes": [num_bytes],
         **{f"{name}_gb_per_s": [num_bytes / median(s) / 1e9] for name, s in seconds.items()},
@@ -367,8 +375,8 @@ def _resumes(executor: TorchExecutor, settings: PreemptionSettings) -> dict[str,
         executor.execute(StepPlan(step=1, revision=1, rows=(row,)))
 
     def by_recompute() -> None:
-        for start, end in _chunks(length + 1, settings.max_batched_tokens):
-            compute(start, end)
+        for start in range(0, length + 1, settings.max_batched_tokens):
+            compute(start, min(start + settings.max_batched_tokens, length + 1))
 
     def by_swap() -> None:
         swaps.swap_in()
@@ -383,11 +391,6 @@ def _resumes(executor: TorchExecutor, settings: PreemptionSettings) -> dict[str,
         **{f"resume_{name}_ms": [1000 * median(s)] for name, s in seconds.items()},
         **{f"resume_{name}_seconds": s for name, s in seconds.items()},
     }
-
-
-def _chunks(num_tokens: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, num_tokens, size):
-        yield start, min(start + size, num_tokens)
 
 
 def _timed(work: Callable[[], None]) -> float:

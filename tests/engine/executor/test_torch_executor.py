@@ -10,18 +10,31 @@ from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.executor.base import Capacity, ExecutorError
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
+from tidegate_testing.devices import DEVICES, moved
 from tidegate_testing.models import TINY, plan_row, tiny_model
+from tidegate_testing.sampling import a_context
 
 PROMPT = [7, 100, 33, 250, 61, 12, 5, 90, 200]
 SEEDED = SamplingParams(seed=5, temperature=1.0)
 GREEDY = SamplingParams(temperature=0.0)
 
 
+@pytest.fixture(params=DEVICES)
+def executor(request: pytest.FixtureRequest) -> TorchExecutor:
+    return an_executor(request.param)
+
+
 @pytest.fixture
-def executor() -> TorchExecutor:
+def cpu_executor() -> TorchExecutor:
+    return an_executor("cpu")
+
+
+def an_executor(device: str) -> TorchExecutor:
     # Tied, a random model mostly repeats its input.
-    model = tiny_model(dataclasses.replace(TINY, has_tied_embeddings=False))
-    cache = KvCache.allocate(model.config, num_blocks=40, num_host_blocks=20, block_size=4)
+    model = moved(tiny_model(dataclasses.replace(TINY, has_tied_embeddings=False)), device)
+    cache = KvCache.allocate(
+        model.config, num_blocks=40, num_host_blocks=20, block_size=4, device=device
+    )
     return TorchExecutor(model, cache)
 
 
@@ -61,7 +74,7 @@ def test_a_row_cannot_name_the_scratch_block(executor: TorchExecutor) -> None:
 
 
 def test_a_swap_does_not_hold_its_step_up(
-    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+    cpu_executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
     monkeypatch.setattr(np, "copyto", lambda *_: released.wait())
@@ -69,20 +82,20 @@ def test_a_swap_does_not_hold_its_step_up(
     row = plan_row(PROMPT, [0, 1, 2])
     step = StepPlan(step=1, revision=1, rows=(row,), num_open_fences=2)
     try:
-        begun = executor.execute(dataclasses.replace(step, swap_out=swaps))
+        begun = cpu_executor.execute(dataclasses.replace(step, swap_out=swaps))
         assert (list(begun.tokens), begun.passed_fences) == (["r"], ())
-        assert executor.execute(step).passed_fences == ()
+        assert cpu_executor.execute(step).passed_fences == ()
     finally:
         released.set()
     waiting = dataclasses.replace(step, rows=())
     passed: tuple[int, ...] = ()
     while len(passed) < 2:
-        passed += executor.execute(waiting).passed_fences
+        passed += cpu_executor.execute(waiting).passed_fences
     assert passed == (1, 2)
 
 
 def test_a_swap_that_broke_off_fails_each_later_step(
-    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+    cpu_executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
 
@@ -93,13 +106,13 @@ def test_a_swap_that_broke_off_fails_each_later_step(
     monkeypatch.setattr(np, "copyto", copyto)
     row = plan_row(PROMPT, [0, 1, 2])
     step = StepPlan(step=4, revision=1, rows=(row,), num_open_fences=1)
-    executor.execute(dataclasses.replace(step, swap_out=(SwapCopy(1, "a", (3,), (5,)),)))
+    cpu_executor.execute(dataclasses.replace(step, swap_out=(SwapCopy(1, "a", (3,), (5,)),)))
     released.set()
     waiting = dataclasses.replace(step, rows=())
     for each in (waiting, step, plan(row)):
         problem = f"step {each.step}: swap 1 of request a: MemoryError: no page left"
         with pytest.raises(ExecutorError, match=problem):
-            executor.execute(each)
+            cpu_executor.execute(each)
 
 
 def test_blocks_of_a_failed_steps_own_swaps_may_be_used_at_once(executor: TorchExecutor) -> None:
@@ -181,6 +194,22 @@ def test_log_probabilities_come_along_when_asked_for(executor: TorchExecutor) ->
     assert token.logprob is not None
     assert token.top_logprobs[0] == (token.token_id, token.logprob)
     assert len(token.top_logprobs) == 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_computes_and_draws_the_same(device: str) -> None:
+    here, there = an_executor("cpu"), an_executor(device)
+    for params in (GREEDY, SEEDED, dataclasses.replace(SEEDED, top_k=8, top_p=0.9)):
+        asked = dataclasses.replace(params, logprobs=3)
+        rows = [
+            plan_row(PROMPT[:count], [4 * i, 4 * i + 1, 4 * i + 2], request_id=str(i))
+            for i, count in enumerate((1, 4, 9))
+        ]
+        step = plan(*(row._replace(sampling=a_context(asked, row.token_ids)) for row in rows))
+        expected, result = here.execute(step).tokens, there.execute(step).tokens
+        for name, token in expected.items():
+            assert result[name].token_id == token.token_id
+            assert result[name].logprob == pytest.approx(token.logprob, abs=1e-3)
 
 
 def test_a_plan_that_cannot_be_computed_names_step_and_request(executor: TorchExecutor) -> None:
