@@ -3,13 +3,23 @@
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
 
+from tidegate_engine.server import intake
 from tidegate_engine.server.edge import MAX_BODY_BYTES
-from tidegate_testing.engines import MODEL, RunningEngine, a_running_engine, key_of
+from tidegate_testing.cluster import eventually
+from tidegate_testing.engines import (
+    MODEL,
+    HeldTokenizer,
+    RunningEngine,
+    a_running_engine,
+    a_served_model,
+    key_of,
+)
 
 PATH = "/v1/completions"
 BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 3}
@@ -213,3 +223,44 @@ def test_old_clients_are_served_and_their_connection_closed(engine: RunningEngin
 def test_what_is_no_http_gets_400(engine: RunningEngine) -> None:
     assert talk(engine, b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n").startswith(b"HTTP/1.1 400 ")
     assert engine.http().get("/healthz").status_code == 200
+
+
+class NotingTokenizer(HeldTokenizer):
+    """Notes what it was asked to encode; waits, then encodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def encode(self, text: str) -> list[int]:
+        self.seen.append(text[0])
+        return super().encode(text)
+
+
+def test_a_prompt_of_a_client_that_left_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = NotingTokenizer()
+    queued: list[Future[object]] = []
+    submit = intake._ENCODERS.submit
+
+    def note_queued(work: Callable[[], object]) -> "Future[object]":
+        queued.append(submit(work))
+        return queued[-1]
+
+    monkeypatch.setattr(intake._ENCODERS, "submit", note_queued)
+    with (
+        a_running_engine(model=a_served_model(tokenizer=tokenizer)) as engine,
+        ThreadPoolExecutor() as clients,
+    ):
+        patient = [
+            clients.submit(post, engine, json.dumps({**BODY, "prompt": letter * 5000}))
+            for letter in "ab"
+        ]
+        eventually(lambda: sorted(tokenizer.seen) == ["a", "b"], "busy encoders")
+        body = json.dumps({**BODY, "prompt": "c" * 5000}).encode()
+        with socket.create_connection(("127.0.0.1", engine.port)) as connection:
+            connection.sendall(raw(PATH, body=body))
+            eventually(lambda: len(queued) == 3, "a queued prompt")
+        eventually(queued[2].cancelled, "the prompt to be dropped")
+        tokenizer.released.set()
+        assert [answer.result().status_code for answer in patient] == [200, 200]
+        assert sorted(tokenizer.seen) == ["a", "b"]
