@@ -163,8 +163,3 @@ class _GroupAttention:
         )
         out = out.view(rows, num_kv_heads, num_shared, num_queries, head_size)
         return out.permute(0, 3, 1, 2, 4).reshape(rows * num_queries, -1)
-
-
-def new_attention(pool: Tensor, batch: Batch) -> Attention:
-    """Return the fastest attention for the pool's device."""
-    return GatheredAttention(pool, batch)

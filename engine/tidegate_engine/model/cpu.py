@@ -4,38 +4,67 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.layers import Layers
+from tidegate_engine.model.linear import Linear
 from tidegate_engine.model.openmp import Team
 from tidegate_engine.model.rotary import RotaryTable
 
 if TYPE_CHECKING:
     from tidegate_engine.model.cpu_forward import CpuForward
+    from tidegate_engine.model.cpu_kernels import KernelCompiler
+
+# Numba is imported by functions: it takes a while, and need not be there.
+_MIN_BLOCK = 16
 
 
-def new_forward(
-    config: LlamaConfig,
-    layers: Layers,
-    rotary: RotaryTable,
-    *,
-    block_size: int,
-    kernel_cache: Path | None,
-) -> "CpuForward | None":
-    """Compile a model's kernels; None = they aren't for this machine or for these sizes."""
-    team = Team.find()
-    if team is None or importlib.util.find_spec("numba") is None:
-        return None
-    # Only now, since Numba takes a while, and need not be there.
-    from tidegate_engine.model.cpu_forward import CpuForward
-    from tidegate_engine.model.cpu_kernels import compile_kernels, fits
+class CpuBackend:
+    """Makes what a model is computed with, on the CPU's kernels."""
 
-    if not fits(config, block_size):
-        return None
-    kernels = compile_kernels(
-        config,
-        block_size=block_size,
-        has_bias=config.has_qkv_bias,
-        is_int8=layers.output.scales is not None,
-        cache_dir=kernel_cache,
-    )
-    return CpuForward(config, layers, rotary, kernels=kernels, team=team)
+    def __init__(self, config: LlamaConfig, team: Team, compiler: "KernelCompiler") -> None:
+        self._config = config
+        self._team = team
+        self._compiler = compiler
+        self._products: dict[int, int] = {}
+
+    @classmethod
+    def find(
+        cls, config: LlamaConfig, like: Tensor, kernel_cache: Path | None
+    ) -> "CpuBackend | None":
+        """Return it where it can be used for weights `like` this one."""
+        team = Team.find()
+        is_float = like.device.type == "cpu" and like.dtype == torch.float32
+        if not is_float or team is None or importlib.util.find_spec("numba") is None:
+            return None
+        from tidegate_engine.model.cpu_kernels import KernelCompiler, fits
+
+        return cls(config, team, KernelCompiler(kernel_cache)) if fits(config) else None
+
+    def new_linear(self, weight: Tensor) -> Linear:
+        """Lay out a weight [outputs, inputs] in float32."""
+        from tidegate_engine.model.cpu_product import PanelLinear, product_kernel
+
+        size = weight.shape[1]
+        if size not in self._products:
+            self._products[size] = self._compiler.compile(product_kernel(size))
+        return PanelLinear(weight, self._products[size], self._team)
+
+    def new_forward(
+        self, layers: Layers, rotary: RotaryTable, block_size: int
+    ) -> "CpuForward | None":
+        """Compile the kernels for a block size; None = they don't fit it."""
+        from tidegate_engine.model.cpu_forward import CpuForward
+        from tidegate_engine.model.cpu_kernels import compile_kernels
+
+        if block_size % _MIN_BLOCK:
+            return None
+        kernels = compile_kernels(
+            self._config,
+            self._compiler,
+            block_size=block_size,
+            is_int8=layers.output.scales is not None,
+        )
+        return CpuForward(self._config, layers, rotary, kernels=kernels, team=self._team)

@@ -15,8 +15,6 @@ from tidegate_engine.model.layers import Layers
 from tidegate_engine.model.openmp import Team
 from tidegate_engine.model.rotary import RotaryTable
 
-# A product of one row alone takes another way through the libraries, and adds in another order.
-_MIN_ROWS = 2
 _MIN_CAPACITY = 256
 
 
@@ -43,38 +41,36 @@ class CpuForward:
     def forward(self, batch: Batch, pool: Tensor) -> Tensor:
         """Compute a step."""
         num_tokens = len(batch.positions)
-        num_rows = max(num_tokens, _MIN_ROWS)
-        if num_rows > self._space.capacity:
-            self._space = self._reserve(num_rows)
+        if num_tokens > self._space.capacity:
+            self._space = self._reserve(num_tokens)
         space, layers = self._space, self._layers
         hidden = space.hidden[:num_tokens]
         torch.index_select(layers.embedding, 0, batch.token_ids, out=hidden)
         space.begin(batch, pool)
         for i, layer in enumerate(layers.layers):
             space.norms.call(2 * i)
-            space.qkv.compute(layer.qkv, num_rows)
+            space.qkv.compute(layer.qkv, num_tokens)
             space.rotations.call(i)
             space.attentions.call(i)
             if space.quantisations is not None:
                 space.quantisations.call(i)
-            space.attention_output.compute(layer.attention_output, num_rows)
+            space.attention_output.compute(layer.attention_output, num_tokens)
             space.norms.call(2 * i + 1)
-            space.gate_up.compute(layer.gate_up, num_rows)
+            space.gate_up.compute(layer.gate_up, num_tokens)
             space.gates.call(i)
-            space.down.compute(layer.down, num_rows)
+            space.down.compute(layer.down, num_tokens)
         return self._logits(batch.sampled)
 
     def _logits(self, sampled: Tensor) -> Tensor:
         count, space, output = len(sampled), self._space, self._layers.output
-        rows = space.last_rows[: max(count, _MIN_ROWS)]
-        logits = torch.empty(len(rows), output.num_outputs, dtype=space.gate_up.out.dtype)
+        logits = torch.empty(count, output.num_outputs, dtype=space.gate_up.out.dtype)
         if count:
             space.begin_logits(sampled, logits)
             space.final_norm.call(0)
-            output.multiply_into(logits, rows)
+            output.multiply_into(logits, space.last_rows[:count])
             if space.dequantisation is not None:
                 space.dequantisation.call(0)
-        return logits[:count].view(torch.float32)
+        return logits.view(torch.float32)
 
     def _reserve(self, capacity: int) -> Workspace:
         return Workspace(

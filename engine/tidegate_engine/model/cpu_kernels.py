@@ -9,10 +9,11 @@ from typing import Any
 import numba
 from numba import types
 
-from tidegate_engine.model import cpu_attention, cpu_rows, simd
+from tidegate_engine.model import cpu_attention, cpu_product, cpu_rows, simd
 from tidegate_engine.model.config import LlamaConfig
 
-_SOURCES = (cpu_attention, cpu_rows, simd)
+_SOURCES = (cpu_attention, cpu_product, cpu_rows, simd)
+_SIGNATURE = types.void(types.CPointer(types.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,6 @@ class CpuKernels:
 
     Attributes:
         shape: What the attention kernels are compiled for.
-        code: Keeps the functions in memory.
     """
 
     shape: cpu_attention.AttentionShape
@@ -33,33 +33,41 @@ class CpuKernels:
     gate: int
     quantise: int
     dequantise: int
-    code: tuple[object, ...]
 
 
-def fits(config: LlamaConfig, block_size: int) -> bool:
-    """Whether the kernels can be compiled for a model: they work on 16 numbers at a time."""
-    sizes = (config.head_size // 2, config.hidden_size, config.intermediate_size, block_size)
-    return all(size % simd.LANES == 0 for size in (*sizes, config.vocab_size))
+def fits(config: LlamaConfig) -> bool:
+    """Whether the kernels can be compiled for a model: they work on 16 or 32 numbers at a time."""
+    halves = (config.head_size // 2, config.intermediate_size)
+    whole = (config.hidden_size, config.vocab_size)
+    return all(size % simd.LANES == 0 for size in halves) and all(
+        size % cpu_product.PANEL == 0 for size in whole
+    )
 
 
-def compile_kernels(
-    config: LlamaConfig, *, block_size: int, has_bias: bool, is_int8: bool, cache_dir: Path | None
-) -> CpuKernels:
-    """Compile all kernels: seconds, unless `cache_dir` has them from an earlier time."""
-    if cache_dir is not None:
-        # Numba looks at the time of one file only, and a wheel's files have all the same.
-        sources = b"".join(Path(str(module.__file__)).read_bytes() for module in _SOURCES)
-        numba.config.CACHE_DIR = str(cache_dir / hashlib.sha256(sources).hexdigest()[:16])
-    signature = types.void(types.CPointer(types.int64))
+class KernelCompiler:
+    """Compiles kernels, and keeps them in memory as long as it is there itself."""
 
-    code: list[object] = []
+    def __init__(self, cache_dir: Path | None) -> None:
+        """Prepare; what is compiled is kept in `cache_dir` for other processes, too."""
+        self._is_caching = cache_dir is not None
+        self._functions: list[object] = []
+        if cache_dir is not None:
+            # Numba looks at the time of one file only, and a wheel's files have all the same.
+            sources = b"".join(Path(str(module.__file__)).read_bytes() for module in _SOURCES)
+            numba.config.CACHE_DIR = str(cache_dir / hashlib.sha256(sources).hexdigest()[:16])
 
-    def compiled(kernel: Callable[[Any], None]) -> int:
-        function = numba.cfunc(signature, cache=cache_dir is not None)(kernel)
-        code.append(function)
+    def compile(self, kernel: Callable[[Any], None]) -> int:
+        """Return the address of a C function."""
+        function = numba.cfunc(_SIGNATURE, cache=self._is_caching)(kernel)
+        self._functions.append(function)
         address: int = function.address
         return address
 
+
+def compile_kernels(
+    config: LlamaConfig, compiler: KernelCompiler, *, block_size: int, is_int8: bool
+) -> CpuKernels:
+    """Compile all kernels for blocks of a multiple of 16."""
     shape = cpu_attention.AttentionShape(
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
@@ -67,21 +75,22 @@ def compile_kernels(
         num_layers=config.num_layers,
         block_size=block_size,
         is_int8=is_int8,
-        has_bias=has_bias,
+        has_bias=config.has_qkv_bias,
         has_qk_norm=config.has_qk_norm,
         epsilon=config.rms_norm_epsilon,
     )
     return CpuKernels(
         shape=shape,
-        add_and_norm=compiled(
+        add_and_norm=compiler.compile(
             cpu_rows.add_and_norm_kernel(
                 config.hidden_size, config.rms_norm_epsilon, is_int8=is_int8
             )
         ),
-        rotate=compiled(cpu_attention.rotate_kernel(shape)),
-        attend=compiled(cpu_attention.attend_kernel(shape)),
-        gate=compiled(cpu_rows.gate_kernel(config.intermediate_size, is_int8=is_int8)),
-        quantise=compiled(cpu_rows.quantise_kernel(config.query_size)) if is_int8 else 0,
-        dequantise=compiled(cpu_rows.dequantise_kernel(config.vocab_size)) if is_int8 else 0,
-        code=tuple(code),
+        rotate=compiler.compile(cpu_attention.rotate_kernel(shape)),
+        attend=compiler.compile(cpu_attention.attend_kernel(shape)),
+        gate=compiler.compile(cpu_rows.gate_kernel(config.intermediate_size, is_int8=is_int8)),
+        quantise=compiler.compile(cpu_rows.quantise_kernel(config.query_size)) if is_int8 else 0,
+        dequantise=compiler.compile(cpu_rows.dequantise_kernel(config.vocab_size))
+        if is_int8
+        else 0,
     )

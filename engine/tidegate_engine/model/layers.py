@@ -1,11 +1,15 @@
 """A model's weights as the forward pass uses them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from tidegate_engine.model.linear import Linear, Quantization, new_linear
+from tidegate_engine.model.linear import Linear
 from tidegate_engine.model.weights import LayerWeights, LlamaWeights
+
+NewLinear = Callable[[Tensor], Linear]
+"""Lays out a weight [outputs, inputs]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,31 +37,31 @@ class Layers:
     output: Linear
 
     @classmethod
-    def pack(cls, weights: LlamaWeights, quantization: Quantization) -> "Layers":
-        """Lay the weights out; nothing refers to the original ones where those were copied.
+    def pack(cls, weights: LlamaWeights, new_linear: NewLinear) -> "Layers":
+        """Lay the weights out.
 
-        Matrices are. The other tensors are copied because they may lie in a mapped file, of which
-        as much as was ever read would stay in memory with them.
+        Tensors that stay as they are are copied: they may lie in a mapped file, of which as much as
+        was ever read would stay in memory with them.
         """
         return cls(
             embedding=weights.embedding.clone(),
-            layers=tuple(_pack(layer, quantization) for layer in weights.layers),
+            layers=tuple(_pack(layer, new_linear) for layer in weights.layers),
             final_norm=weights.final_norm.clone(),
-            output=new_linear(weights.output, quantization),
+            output=new_linear(weights.output),
         )
 
 
-def _pack(layer: LayerWeights, quantization: Quantization) -> Layer:
+def _pack(layer: LayerWeights, new_linear: NewLinear) -> Layer:
     return Layer(
         attention_norm=layer.attention_norm.clone(),
-        qkv=new_linear(layer.qkv, quantization),
+        qkv=new_linear(layer.qkv),
         qkv_bias=_copy(layer.qkv_bias),
         query_norm=_copy(layer.query_norm),
         key_norm=_copy(layer.key_norm),
-        attention_output=new_linear(layer.attention_output, quantization),
+        attention_output=new_linear(layer.attention_output),
         mlp_norm=layer.mlp_norm.clone(),
-        gate_up=new_linear(layer.gate_up, quantization),
-        down=new_linear(layer.down, quantization),
+        gate_up=new_linear(layer.gate_up),
+        down=new_linear(layer.down),
     )
 
 

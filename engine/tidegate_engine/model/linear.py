@@ -34,8 +34,8 @@ class Linear(Protocol):
     def multiply_into(self, out: Tensor, rows: Tensor) -> None:
         """Compute the bare product: of 8-bit rows, as 32-bit sums, where there are scales.
 
-        On a CPU a row's product is the same to the last bit whatever the other rows are, as long as
-        there is another one.
+        What the CPU's kernels call. A row's product is the same to the last bit whatever the other
+        rows are.
         """
         ...
 
@@ -46,12 +46,9 @@ class DenseLinear:
     scales: Tensor | None = None
 
     def __init__(self, weight: Tensor) -> None:
-        """Lay out a weight [outputs, inputs], which isn't needed any more."""
+        """Keep a weight [outputs, inputs]."""
         self.num_outputs = len(weight)
-        # On CPUs a product with few rows takes half the time when the outputs lie side by side.
-        transposed = weight.t()
-        is_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-        self._weight = transposed.contiguous() if is_cpu else transposed
+        self._weight = weight.t()
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Return the product."""
@@ -83,11 +80,6 @@ class Int8Linear:
     def multiply_into(self, out: Tensor, rows: Tensor) -> None:
         """Compute the sums of 8-bit rows in `out`."""
         torch._int_mm(rows, self._weight, out=out)  # noqa: SLF001
-
-
-def new_linear(weight: Tensor, quantization: Quantization) -> Linear:
-    """Lay out a weight [outputs, inputs]."""
-    return Int8Linear(weight) if quantization == "int8" else DenseLinear(weight)
 
 
 def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:

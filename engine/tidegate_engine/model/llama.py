@@ -6,14 +6,13 @@ Tokens of all rows lie one after the other; only attention knows which belong to
 from pathlib import Path
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from tidegate_engine.model import cpu
 from tidegate_engine.model.batch import Batch
 from tidegate_engine.model.config import LlamaConfig
-from tidegate_engine.model.layers import Layers
-from tidegate_engine.model.linear import Quantization
+from tidegate_engine.model.cpu import CpuBackend
+from tidegate_engine.model.layers import Layers, NewLinear
+from tidegate_engine.model.linear import DenseLinear, Int8Linear, Quantization
 from tidegate_engine.model.portable import PortableForward
 from tidegate_engine.model.rotary import RotaryTable
 from tidegate_engine.model.weights import LlamaWeights
@@ -52,14 +51,17 @@ class Llama:
 
         Args:
             config: The model's shape.
-            weights: Not needed any more afterwards.
+            weights: Not needed any more afterwards, but for matrices that stay as they are.
             quantization: Of all matrices but the embedding.
             kernel_cache: Where compiled kernels are kept between processes; None = nowhere.
         """
         self.config = config
-        self._layers = Layers.pack(weights, quantization)
+        self._cpu = CpuBackend.find(config, weights.embedding, kernel_cache)
+        new_linear: NewLinear = DenseLinear if self._cpu is None else self._cpu.new_linear
+        if quantization == "int8":
+            new_linear = Int8Linear
+        self._layers = Layers.pack(weights, new_linear)
         self._rotary = RotaryTable.of(config, self._layers.embedding)
-        self._kernel_cache = kernel_cache
         self._portable = PortableForward(config, self._layers, self._rotary)
         self._by_block_size: dict[int, ForwardPass] = {}
 
@@ -71,15 +73,7 @@ class Llama:
         return self._by_block_size[block_size].forward(batch, pool)
 
     def _choose(self, block_size: int) -> ForwardPass:
-        embedding = self._layers.embedding
-        if embedding.device.type == "cpu" and embedding.dtype == torch.float32:
-            kernels = cpu.new_forward(
-                self.config,
-                self._layers,
-                self._rotary,
-                block_size=block_size,
-                kernel_cache=self._kernel_cache,
-            )
-            if kernels is not None:
-                return kernels
-        return self._portable
+        kernels = None
+        if self._cpu is not None:
+            kernels = self._cpu.new_forward(self._layers, self._rotary, block_size)
+        return self._portable if kernels is None else kernels

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tidegate_engine.model.attention import new_attention
 from tidegate_engine.model.batch import Batch
 from tidegate_engine.model.config import LlamaConfig
+from tidegate_engine.model.cuda_attention import Attentions
 from tidegate_engine.model.layers import Layer, Layers
 from tidegate_engine.model.rotary import RotaryTable
 
@@ -18,11 +18,13 @@ class PortableForward:
         self._config = config
         self._layers = layers
         self._rotary = rotary
+        embedding = layers.embedding
+        self._attentions = Attentions(config, embedding.device, embedding.dtype)
 
     def forward(self, batch: Batch, pool: Tensor) -> Tensor:
         """Compute a step."""
         turn = self._rotary.at(batch.positions)
-        attention = new_attention(pool, batch)
+        attention = self._attentions.begin(pool, batch)
         hidden = functional.embedding(batch.token_ids, self._layers.embedding)
         for i, layer in enumerate(self._layers.layers):
             normed = self._norm(hidden, layer.attention_norm)

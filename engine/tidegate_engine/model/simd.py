@@ -116,6 +116,16 @@ def build_store(builder: Builder, address: Value, vector: Value) -> None:
     builder.store(vector, _pointer(builder, address, _FLOATS), align=_FLOAT_BYTES)
 
 
+def build_prefetch(builder: Builder, address: Value) -> None:
+    """Ask for what lies there, which may be nothing."""
+    kinds = [_BYTE.as_pointer(), _INT, _INT, _INT]
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), kinds), "llvm.prefetch.p0"
+    )
+    read, nearest, is_data = _INT(0), _INT(3), _INT(1)
+    builder.call(function, [_pointer(builder, address, _BYTE), read, nearest, is_data])
+
+
 def build_splat(builder: Builder, number: Value) -> Value:
     """A vector of one number."""
     empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)

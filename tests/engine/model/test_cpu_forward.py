@@ -1,7 +1,6 @@
 """The CPU's kernels against the portable forward pass, and against themselves."""
 
 import dataclasses
-import itertools
 import random
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from torch import Tensor
 from tidegate_engine.core.plan import PlanRow
 from tidegate_engine.model.batch import Batch, build_batch
 from tidegate_engine.model.config import LlamaConfig
-from tidegate_engine.model.cpu import new_forward
+from tidegate_engine.model.cpu import CpuBackend
 from tidegate_engine.model.layers import Layers
-from tidegate_engine.model.linear import Quantization
+from tidegate_engine.model.linear import DenseLinear, Int8Linear, Quantization
 from tidegate_engine.model.llama import ForwardPass
 from tidegate_engine.model.portable import PortableForward
 from tidegate_engine.model.rotary import RotaryTable
@@ -24,7 +23,7 @@ pytest.importorskip("numba")
 
 NUM_BLOCKS = 96
 GROUPED = dataclasses.replace(
-    TINY, hidden_size=64, head_size=32, intermediate_size=96, vocab_size=272
+    TINY, hidden_size=64, head_size=32, intermediate_size=96, vocab_size=288
 )
 SHAPES = {
     "grouped": GROUPED,
@@ -54,11 +53,15 @@ def new_model(
     config: LlamaConfig, cache: Path, *, block_size: int = 16, quantization: Quantization = "none"
 ) -> Model:
     model = tiny_model(config)
-    layers = Layers.pack(model.weights, quantization)
-    rotary = RotaryTable.of(config, layers.embedding)
-    kernels = new_forward(config, layers, rotary, block_size=block_size, kernel_cache=cache)
-    if kernels is None:
+    backend = CpuBackend.find(config, model.weights.embedding, cache)
+    if backend is None:
         pytest.skip("no OpenMP library that kernels can run on")
+    new_linear = Int8Linear if quantization == "int8" else backend.new_linear
+    layers = Layers.pack(model.weights, new_linear)
+    rotary = RotaryTable.of(config, layers.embedding)
+    kernels = backend.new_forward(layers, rotary, block_size)
+    if kernels is None:
+        raise AssertionError(f"{config} with blocks of {block_size}")
     return Model(config, block_size, kernels, PortableForward(config, layers, rotary))
 
 
@@ -164,17 +167,41 @@ def test_rows_that_only_pass_by_get_no_logits(cache: Path) -> None:
     model = new_model(GROUPED, cache)
     batch = model.batch(plan_row([1, 2, 3], [0], samples=False))
     with torch.inference_mode():
-        assert model.kernels.forward(batch, model.new_pool()).shape == (0, 272)
+        assert model.kernels.forward(batch, model.new_pool()).shape == (0, 288)
 
 
 def test_sizes_that_are_no_multiple_of_16_are_left_to_pytorch(cache: Path) -> None:
-    model = tiny_model(TINY)
-    layers = Layers.pack(model.weights, "none")
-    rotary = RotaryTable.of(TINY, layers.embedding)
-    for block_size, config in itertools.product((16, 4), (TINY,)):
-        assert (
-            new_forward(config, layers, rotary, block_size=block_size, kernel_cache=cache) is None
-        )
+    assert CpuBackend.find(TINY, torch.empty(0), cache) is None
+    backend = CpuBackend.find(GROUPED, torch.empty(0), cache)
+    layers = Layers.pack(tiny_model(GROUPED).weights, DenseLinear)
+    rotary = RotaryTable.of(GROUPED, layers.embedding)
+    assert backend is not None
+    assert backend.new_forward(layers, rotary, block_size=8) is None
+
+
+def test_other_dtypes_are_left_to_pytorch(cache: Path) -> None:
+    assert CpuBackend.find(GROUPED, torch.empty(0, dtype=torch.bfloat16), cache) is None
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 2, 11, 12, 13, 97, 200])
+def test_a_product_is_the_plain_one_bit_for_bit_alone(
+    num_rows: int, num_threads: int, cache: Path
+) -> None:
+    backend = CpuBackend.find(GROUPED, torch.empty(0), cache)
+    assert backend is not None
+    torch.manual_seed(0)
+    weight, rows = torch.randn(160, 96), torch.randn(num_rows, 96)
+    linear = backend.new_linear(weight)
+    torch.set_num_threads(num_threads)
+    try:
+        product = linear.multiply(rows)
+        alone = torch.cat([linear.multiply(row[None]) for row in rows])
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(product, alone)
+    exact = rows.double() @ weight.double().T
+    assert torch.allclose(product.double(), exact, rtol=0, atol=2e-5)
 
 
 def test_compiled_kernels_are_kept_for_the_next_process(cache: Path) -> None:

@@ -1,6 +1,6 @@
 import torch
 
-from tidegate_engine.model.linear import DenseLinear, Int8Linear, new_linear, quantise
+from tidegate_engine.model.linear import DenseLinear, Int8Linear, quantise
 
 GENERATOR = torch.Generator().manual_seed(0)
 WEIGHT = torch.randn(48, 64, generator=GENERATOR)
@@ -8,8 +8,7 @@ ROWS = torch.randn(7, 64, generator=GENERATOR) * torch.tensor([1e-3, 1, 5, 1, 40
 
 
 def test_a_dense_product_is_the_weights_own() -> None:
-    linear = new_linear(WEIGHT, "none")
-    assert isinstance(linear, DenseLinear)
+    linear = DenseLinear(WEIGHT)
     assert torch.allclose(linear.multiply(ROWS), ROWS @ WEIGHT.T, rtol=1e-5, atol=1e-5)
 
 
@@ -27,8 +26,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 
 def test_an_8_bit_product_is_that_of_the_dequantised_numbers() -> None:
-    linear = new_linear(WEIGHT, "int8")
-    assert isinstance(linear, Int8Linear)
+    linear = Int8Linear(WEIGHT)
     rows, row_scales = quantise(ROWS)
     weight, scales = quantise(WEIGHT)
     exact = (rows.double() * row_scales[:, None]) @ (weight.double() * scales[:, None]).T
@@ -37,7 +35,7 @@ def test_an_8_bit_product_is_that_of_the_dequantised_numbers() -> None:
 
 def test_an_8_bit_product_loses_little() -> None:
     exact = ROWS @ WEIGHT.T
-    error = (new_linear(WEIGHT, "int8").multiply(ROWS) - exact).norm(dim=1) / exact.norm(dim=1)
+    error = (Int8Linear(WEIGHT).multiply(ROWS) - exact).norm(dim=1) / exact.norm(dim=1)
     assert float(error.max()) < 0.02
 
 

@@ -18,7 +18,7 @@ IN_ORDER = [*range(13)]
 SHUFFLED = [40, 3, 17, 60, 22, 5, 51, 9, 33, 12, 0, 63, 28]
 # Sizes that the CPU's kernels fit, unlike TINY's.
 SIXTEENS = dataclasses.replace(
-    TINY, hidden_size=64, head_size=32, intermediate_size=96, vocab_size=272
+    TINY, hidden_size=64, head_size=32, intermediate_size=96, vocab_size=288
 )
 CASES = {
     "tied": TINY,
@@ -58,7 +58,7 @@ def whole(llama: Llama, tokens: list[int], blocks: list[int] = IN_ORDER) -> Tens
 
 
 def is_close(actual: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(actual, expected, rtol=0, atol=2e-5)
+    return torch.allclose(actual, expected, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("sizes", [[50], [1] * 50, [17, 33], [4, 4, 42], [49, 1]])
