@@ -9,7 +9,7 @@ import math
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -155,6 +155,15 @@ class EngineLoop:
         """Put a policy in force with the next plan; `policy_applied` tells when that is so."""
         handed_at = self._clock()
         return self._ask(lambda: self._apply_policy(snapshot, revision, handed_at))
+
+    def note_elsewhere(self, service: Mapping[str, float], active: Iterable[str]) -> "Future[None]":
+        """Count at the next step boundary what other engines of the pool gave.
+
+        Args:
+            service: By tenant, since the last call, in cost units.
+            active: Tenants with work in another engine.
+        """
+        return self._ask(lambda: self._scheduler.note_elsewhere(service, active))
 
     def stats(self) -> "Future[EngineStats]":
         """Count at the next step boundary."""

@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,9 @@ from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.core.static_batching import StaticScheduler
 from tidegate_engine.core.step_scheduler import StepScheduler
+from tidegate_engine.fleet.bucket_script import BucketStore
+from tidegate_engine.fleet.rates import EXPIRY_SECONDS, FleetRates
+from tidegate_engine.fleet.services import ServiceExchange
 from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.parts import Parts, load_parts
 from tidegate_engine.policy_source import PolicySource, ed25519_verifier
@@ -99,31 +103,36 @@ async def run_engine(
         await serving
         await cancel_all({asked_to_stop})
         return EXIT_FAILED
+    redis = _redis(settings)
+    incarnation = uuid.uuid4().hex
+    rates = _rates(settings, redis, incarnation)
     service = assemble(
         pool=settings.pool,
         scheduler=_scheduler(settings, parts),
         executor=parts.executor,
         model=parts.model,
+        rates=rates,
         clock=time.monotonic,
-        wall_clock=time.time,
         max_waiting=settings.max_waiting,
     )
-    redis = _redis(settings)
     service.engine.start()
     ports.open(service)
     _log_start(settings, parts, listener, seconds=time.monotonic() - began)
     if admin is not None:
         _log.info("admin API: http://%s:%d", *admin.listener.getsockname()[:2])
-    follow, report = _control_tasks(settings, service, redis)
-    engine_ended = asyncio.create_task(service.stopped.wait())
-    everything = (follow, report, serving, asked_to_stop, engine_ended)
+    running = _Running(
+        serving=serving,
+        asked_to_stop=asked_to_stop,
+        engine_ended=asyncio.create_task(service.stopped.wait()),
+        in_pool=_tasks_in_pool(settings, service, redis, rates=rates, incarnation=incarnation),
+    )
     try:
-        await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(running.tasks, return_when=asyncio.FIRST_COMPLETED)
         if asked_to_stop.done():
             _log.info("draining, at most %g s", settings.drain_seconds)
             await service.generations.drain(settings.drain_seconds)
     finally:
-        failed = await _stop(service, ports, everything)
+        failed = await _stop(service, ports, running)
         await redis.aclose()
     return EXIT_FAILED if failed else 0
 
@@ -139,19 +148,37 @@ async def _load(settings: Settings, asked_to_stop: "asyncio.Task[Any]") -> Parts
     return await loading
 
 
-async def _stop(service: Service, ports: Ports, tasks: tuple["asyncio.Task[Any]", ...]) -> bool:
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What runs from the start to the end of an engine.
+
+    Attributes:
+        in_pool: What ties it to its pool: policies, reports, rates, shares.
+    """
+
+    serving: "asyncio.Task[Any]"
+    asked_to_stop: "asyncio.Task[Any]"
+    engine_ended: "asyncio.Task[Any]"
+    in_pool: tuple["asyncio.Task[None]", ...]
+
+    @property
+    def tasks(self) -> tuple["asyncio.Task[Any]", ...]:
+        """All of it."""
+        return (self.serving, self.asked_to_stop, self.engine_ended, *self.in_pool)
+
+
+async def _stop(service: Service, ports: Ports, running: _Running) -> bool:
     """Let the last answers out, then end everything.
 
     Returns:
-        Whether any of `tasks` had ended by a defect, or before it was time.
+        Whether any of the tasks had ended by a defect, or before it was time.
     """
-    follow, report, serving, asked_to_stop, engine_ended = tasks
-    failed = not asked_to_stop.done()
+    failed = not running.asked_to_stop.done()
     ports.stop()
-    await asyncio.wait({serving})
+    await asyncio.wait({running.serving})
     await asyncio.to_thread(service.engine.stop)
-    await cancel_all((follow, report, asked_to_stop, engine_ended))
-    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    await cancel_all((running.asked_to_stop, running.engine_ended, *running.in_pool))
+    ends = await asyncio.gather(*running.tasks, return_exceptions=True)
     for end in ends:
         if isinstance(end, Exception):
             _log.error("a part of the engine broke", exc_info=end)
@@ -189,10 +216,17 @@ def _redis(settings: Settings) -> Redis:
     )
 
 
-def _control_tasks(
-    settings: Settings, service: Service, redis: Redis
-) -> tuple["asyncio.Task[None]", "asyncio.Task[None]"]:
-    """Start following the policy and reporting."""
+def _rates(settings: Settings, redis: Redis, incarnation: str) -> FleetRates:
+    store = BucketStore(
+        redis, pool=settings.pool, engine=incarnation, expiry_seconds=EXPIRY_SECONDS
+    )
+    return FleetRates(store, clock=time.monotonic)
+
+
+def _tasks_in_pool(
+    settings: Settings, service: Service, redis: Redis, *, rates: FleetRates, incarnation: str
+) -> tuple["asyncio.Task[None]", ...]:
+    """Start following the policy, reporting, and sharing limits and service with others."""
     source = PolicySource(
         pool=settings.pool,
         redis=redis,
@@ -204,13 +238,21 @@ def _control_tasks(
     reporter = Reporter(
         pod=settings.pod_name,
         pool=settings.pool,
-        incarnation=uuid.uuid4().hex,
+        incarnation=incarnation,
         redis=redis,
         board=service.board,
         source=source,
         engine=service.engine,
     )
-    return asyncio.create_task(source.run()), asyncio.create_task(reporter.run())
+    exchange = ServiceExchange(
+        redis,
+        pool=settings.pool,
+        engine=incarnation,
+        served=lambda: service.engine.last_stats.scheduler.tenants,
+        listener=service.engine.note_elsewhere,
+    )
+    runs = (source.run(), reporter.run(), rates.run(), exchange.run())
+    return tuple(asyncio.create_task(run) for run in runs)
 
 
 def _stop_signal() -> asyncio.Event:

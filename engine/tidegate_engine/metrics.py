@@ -92,13 +92,15 @@ class EngineMetrics:
         self._latencies: dict[str, TenantLatencies] = {}
         self._declare((UNKNOWN_TENANT,))
 
-    def render(self, stats: EngineStats) -> bytes:
+    def render(self, stats: EngineStats, *, rates_are_alone: bool) -> bytes:
         """Write all series in Prometheus' text format.
 
         Args:
             stats: The engine now.
+            rates_are_alone: Whether rate limits are divided by the number of engines.
         """
         self._totals.stats = stats
+        self._totals.rates_are_alone = rates_are_alone
         return generate_latest(self._registry)
 
     def observe_step(self, report: StepReport) -> None:
@@ -166,6 +168,7 @@ class _Totals(Collector):
         self.stats: EngineStats | None = None
         self.tenants: tuple[str, ...] = ()
         self.refused: Counter[tuple[str, str]] = Counter()
+        self.rates_are_alone = False
         self.step_seconds = 0.0
         self.scheduler_seconds = 0.0
 
@@ -183,6 +186,11 @@ class _Totals(Collector):
             "watermark_state",
             "0 = green, 1 = yellow: no borrowed admission, 2 = red: borrowers are evicted",
             _WATERMARK_VALUES[engine.watermark],
+        )
+        yield self._gauge(
+            "rate_limits_divided",
+            "1 while Redis can't be asked: each engine has its part of every rate limit",
+            int(self.rates_are_alone),
         )
         yield self._gauge("policy_revision", "The policy in force", engine.revision)
         yield self._gauge(

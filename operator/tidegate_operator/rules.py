@@ -11,6 +11,7 @@ from tidegate_operator.resources import (
     OnOverload,
     PreemptionPolicySpec,
     PriorityTier,
+    RateLimit,
     Reclaim,
     ServiceLevelSpec,
     TenantPolicy,
@@ -23,6 +24,7 @@ from tidegate_policies.snapshot import (
     KvEstimate,
     PreemptionMode,
     PreemptionRule,
+    RateRule,
     ServiceRule,
     StopPolicy,
     TenantRule,
@@ -67,6 +69,17 @@ def service_rule(spec: ServiceLevelSpec) -> ServiceRule:
     )
 
 
+def rate_rule(spec: RateLimit | None) -> RateRule:
+    """Return what a tenant may use a minute."""
+    if spec is None:
+        return RateRule()
+    return RateRule(
+        requests_per_minute=spec.requests_per_minute,
+        tokens_per_minute=spec.tokens_per_minute,
+        burst_percent=spec.burst_percent,
+    )
+
+
 def tenant_rule(
     policy: TenantPolicy,
     *,
@@ -96,6 +109,7 @@ def tenant_rule(
         max_queued_tokens=concurrency.max_queued_tokens if concurrency else None,
         max_prompt_tokens=spec.limits.max_prompt_tokens,
         max_output_tokens=spec.limits.max_output_tokens,
+        rate=rate_rule(spec.rate),
         cancel_on_disconnect=spec.cancel_on_disconnect,
         preemption=preemption,
         service=service,

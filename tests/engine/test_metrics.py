@@ -33,7 +33,7 @@ def rendered(
         tokens_after_cancel=0,
         step_costs=step_costs or ExecutorCosts(),
     )
-    text = EngineMetrics(POOL).render(stats).decode()
+    text = EngineMetrics(POOL).render(stats, rates_are_alone=False).decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)

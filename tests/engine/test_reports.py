@@ -23,6 +23,7 @@ from tidegate_testing.engines import (
     a_paced_executor,
     a_scheduler_of,
     a_served_model,
+    rates_of,
 )
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
@@ -54,8 +55,8 @@ async def a_reporting_engine(
         scheduler=a_scheduler_of(executor),
         executor=executor,
         model=a_served_model(),
+        rates=rates_of(Redis.from_url(publisher.url)),
         clock=time.monotonic,
-        wall_clock=time.time,
         max_waiting=1000,
     )
     service.engine.start()

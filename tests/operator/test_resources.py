@@ -179,12 +179,10 @@ def test_every_field_without_effect_is_named() -> None:
     assert unenforced(full_manifest("ServiceLevel")) == tuple(f"spec.{one}" for one in of_service)
     assert unenforced(policy_with_references()) == (
         "spec.allowedTiers",
-        "spec.rate",
         "spec.prefixCache",
     )
     assert unenforced(full_manifest("TenantPolicy")) == (
         "spec.allowedTiers",
-        "spec.rate",
         *(f"spec.serviceLevel.{one}" for one in of_service),
         "spec.prefixCache",
     )
@@ -197,9 +195,9 @@ def test_every_field_without_effect_is_named() -> None:
 
 
 def test_parts_without_effect_are_named_even_when_they_are_empty() -> None:
-    manifest = changed(minimal_manifest("TenantPolicy"), {"spec.rate": {}, "spec.preemption": {}})
+    manifest = changed(minimal_manifest("TenantPolicy"), {"spec.allowedTiers": [], "spec.rate": {}})
 
-    assert unenforced(manifest) == ("spec.rate",)
+    assert unenforced(manifest) == ("spec.allowedTiers",)
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)
@@ -211,7 +209,7 @@ def test_field_set_to_its_default_is_named_and_null_is_not() -> None:
     manifest = changed(minimal_manifest("TenantPolicy"), {"spec.prefixCache": "Private"})
     assert unenforced(manifest) == ("spec.prefixCache",)
 
-    manifest = changed(minimal_manifest("TenantPolicy"), {"spec.rate": None})
+    manifest = changed(minimal_manifest("EnginePool"), {"spec.autoscaling": None})
     assert unenforced(manifest) == ()
 
 

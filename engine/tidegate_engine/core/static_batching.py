@@ -14,7 +14,7 @@ OSDI 2022, which calls it scheduling at the granularity of requests.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from tidegate_engine.core.arrival import RETRY_SECONDS
@@ -167,6 +167,9 @@ class StaticScheduler:
         else:
             self._take_out(member)
         return True
+
+    def note_elsewhere(self, service: Mapping[str, float], active: Iterable[str]) -> None:
+        """Ignore it: whoever comes first is served first."""
 
     def apply_policy(self, snapshot: PolicySnapshot, revision: int) -> None:
         """Leave a policy in the mailbox; the next `plan_step` puts it in force, whole."""

@@ -1,5 +1,6 @@
 """What an engine wants of whatever decides its steps."""
 
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from tidegate_engine.core.costs import ExecutorCosts
@@ -41,6 +42,10 @@ class StepScheduler(Protocol):
 
     def apply_policy(self, snapshot: PolicySnapshot, revision: int) -> None:
         """Put a policy in force with the next plan."""
+        ...
+
+    def note_elsewhere(self, service: Mapping[str, float], active: Iterable[str]) -> None:
+        """Count what other engines of the pool gave each tenant, and who has work there."""
         ...
 
     def plan_step(self, now: float) -> StepPlan:

@@ -40,7 +40,7 @@ redis.call('EXPIRE', active, 3600)
 return {redis.call('HGETALL', sums), redis.call('ZRANGE', active, 0, -1)}
 """
 
-Listener = Callable[[Mapping[str, float], Sequence[str]], None]
+Listener = Callable[[Mapping[str, float], Sequence[str]], object]
 """Told what others gave since the last time, by tenant in cost units, and who has work there."""
 
 _log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
 from tidegate_engine.bridge import engine_stats
+from tidegate_engine.fleet.rates import Reservation
 from tidegate_engine.server.answers import (
     Alive,
     Cancelled,
@@ -154,7 +155,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         stats = await engine_stats(service.engine, patience_seconds=SCRAPE_PATIENCE_SECONDS)
-        body = service.metrics.render(stats)
+        body = service.metrics.render(stats, rates_are_alone=service.rate_gate.is_alone)
         return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
@@ -225,7 +226,17 @@ async def _generate(
         if intake is None:
             return Response()  # which nobody reads
         answer_format = endpoint.answer_format(_head(service, caller), body)
-        answer = _begin(service, body, caller, intake=intake, answer_format=answer_format)
+        reservation = await service.rate_gate.reserve(
+            caller.tenant, intake.requests, prompt_tokens=intake.prompt_tokens
+        )
+        answer = _begin(
+            service,
+            body,
+            caller,
+            intake=intake,
+            reservation=reservation,
+            answer_format=answer_format,
+        )
     return await _respond(answer, request, is_stream=bool(body.stream))
 
 
@@ -235,6 +246,7 @@ def _begin(
     caller: Caller,
     *,
     intake: Intake,
+    reservation: Reservation,
     answer_format: ResponseFormat,
 ) -> Answer:
     """Hand the requests to the engine.
@@ -248,7 +260,11 @@ def _begin(
         arrived_at=caller.arrived_at,
         max_unread_events=service.max_unread_events,
     )
-    service.generations.begin(generation, intake.requests)
+    try:
+        service.generations.begin(generation, intake.requests)
+    except EngineDrainingError:
+        service.rate_gate.settle(reservation, computed_tokens=0, outputs=())
+        raise
     tokenizer = service.model.tokenizer
     return Answer(
         generation=generation,
@@ -263,8 +279,10 @@ def _begin(
             for engine_request in intake.requests
         ),
         choices_per_prompt=body.n,
+        prompt_lengths=tuple(len(one.prompt_ids) for one in intake.requests),
+        rate_gate=service.rate_gate,
+        reservation=reservation,
         format=answer_format,
-        prompt_tokens=intake.prompt_tokens,
         includes_usage=body.includes_usage,
         cancel_on_disconnect=_ends_with_client(service, caller),
     )

@@ -203,6 +203,19 @@ class TenantStoppedError(ApiError):
         )
 
 
+class RateLimitedError(ApiError):
+    """The tenant has used up what it may in a minute, over all engines of the pool."""
+
+    def __init__(self, unit: str, *, per_minute: float, wait_seconds: float) -> None:
+        super().__init__(
+            429,
+            "rate_limited",
+            f"The limit of {per_minute:g} {unit} a minute, over the whole pool, is used up; there"
+            f" may be enough in {wait_seconds:.1f} s.",
+            retry_after_seconds=_spread(wait_seconds),
+        )
+
+
 class QueueFullError(ApiError):
     """The engine's queue, that of all tenants together, is full."""
 
@@ -227,11 +240,7 @@ class SlowReaderError(ApiError):
 
 
 def from_rejection(rejection: Rejection) -> ApiError:
-    """Turn the scheduler's refusal into the API's.
-
-    Those who are refused together are told to come back up to a quarter later than they need, each
-    at another time.
-    """
+    """Turn the scheduler's refusal into the API's."""
     if rejection.code is RejectionCode.UNKNOWN_TENANT:
         return InvalidApiKeyError()
     is_about_prompt = rejection.code in {
@@ -244,8 +253,13 @@ def from_rejection(rejection: Rejection) -> ApiError:
         rejection.code.value,
         rejection.message,
         param="prompt" if is_about_prompt else None,
-        retry_after_seconds=None if wait is None else wait * random.uniform(1.0, 1.25),
+        retry_after_seconds=None if wait is None else _spread(wait),
     )
+
+
+def _spread(seconds: float) -> float:
+    """Return up to a quarter more: who is refused together is told to come back one by one."""
+    return seconds * random.uniform(1.0, 1.25)
 
 
 def from_validation(error: ValidationError) -> ApiError:

@@ -22,14 +22,12 @@ class Choice:
 
     Attributes:
         last_token_at: Clock of its newest token; None before the first.
-        was_admitted: Whether it has ever been in the batch.
     """
 
     index: int
     request_id: str
     generation: "Generation"
     last_token_at: float | None = None
-    was_admitted: bool = False
 
 
 class Generation:
@@ -45,6 +43,7 @@ class Generation:
             counts as one more.
         cached_tokens: Tokens of its prompt that a choice found in the prefix cache, by index; a
             choice that found none isn't there.
+        admitted: Choices that were ever in the batch.
         error: Why the generation was ended early; None while it wasn't.
     """
 
@@ -61,6 +60,7 @@ class Generation:
         self.arrived_at = arrived_at
         self.live: dict[int, Choice] = {}
         self.cached_tokens: dict[int, int] = {}
+        self.admitted: dict[int, None] = {}
         self.num_unanswered = 0
         self.max_unread_events = max_unread_events
         self.error: ApiError | None = None

@@ -217,9 +217,10 @@ class Generations:
     def _note_admission(self, choice: Choice, now: float) -> None:
         # Readmissions after a preemption are no queueing.
         latencies = self._metrics.latencies(choice.generation.tenant)
-        if not choice.was_admitted and latencies is not None:
+        admitted = choice.generation.admitted
+        if choice.index not in admitted and latencies is not None:
             latencies.queue.observe(now - choice.generation.arrived_at)
-        choice.was_admitted = True
+        admitted[choice.index] = None
 
     def _note_token(self, choice: Choice, now: float) -> None:
         latencies = self._metrics.latencies(choice.generation.tenant)

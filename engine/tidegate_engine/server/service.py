@@ -1,6 +1,7 @@
 """The parts of one engine, wired together."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from tidegate_engine.bridge import EngineBridge
 from tidegate_engine.core.step_scheduler import StepScheduler
 from tidegate_engine.events import Refused
 from tidegate_engine.executor.base import Executor
+from tidegate_engine.fleet.rates import FleetRates
 from tidegate_engine.loop import EngineLoop
 from tidegate_engine.metrics import EngineMetrics
 from tidegate_engine.policy_board import PolicyBoard
@@ -16,6 +18,7 @@ from tidegate_engine.server.decision_ring import DecisionRing
 from tidegate_engine.server.generation import MAX_UNREAD_EVENTS
 from tidegate_engine.server.generations import Generations
 from tidegate_engine.server.identity import Identities
+from tidegate_engine.server.rate_gate import RateGate
 from tidegate_engine.server.served_model import ServedModel
 
 
@@ -34,6 +37,7 @@ class Service:
     engine: EngineLoop
     generations: Generations
     identities: Identities
+    rate_gate: RateGate
     board: PolicyBoard
     decisions: DecisionRing
     metrics: EngineMetrics
@@ -63,8 +67,8 @@ def assemble(
     scheduler: StepScheduler,
     executor: Executor,
     model: ServedModel,
+    rates: FleetRates,
     clock: Callable[[], float],
-    wall_clock: Callable[[], float],
     max_waiting: int,
     max_unread_events: int = MAX_UNREAD_EVENTS,
 ) -> Service:
@@ -75,8 +79,8 @@ def assemble(
         scheduler: Owned by the engine from here on.
         executor: Owned by the engine from here on.
         model: What `executor` runs.
+        rates: This engine's part in the pool's rate limits.
         clock: Monotonic, in seconds.
-        wall_clock: Seconds since the epoch.
         max_waiting: Most requests queued in the engine, as `scheduler` has it.
         max_unread_events: Tokens of one generation that its client may leave unread.
     """
@@ -88,6 +92,7 @@ def assemble(
         engine=engine,
         generations=Generations(engine=engine, metrics=metrics),
         identities=Identities(),
+        rate_gate=RateGate(rates),
         board=PolicyBoard(engine.apply_policy),
         decisions=decisions,
         metrics=metrics,
@@ -96,10 +101,14 @@ def assemble(
         max_unread_events=max_unread_events,
         stopped=asyncio.Event(),
         clock=clock,
-        wall_clock=wall_clock,
+        wall_clock=time.time,
     )
     bridge.on_step += [metrics.observe_step, decisions.take_step, service.generations.take_step]
     bridge.on_policy += [metrics.observe_policy, service.board.applied]
     bridge.on_stop += [service.generations.engine_stopped, service.stopped.set]
-    service.board.on_change += [metrics.use_policy, service.identities.use_policy]
+    service.board.on_change += [
+        metrics.use_policy,
+        service.identities.use_policy,
+        service.rate_gate.use_policy,
+    ]
     return service

@@ -14,9 +14,11 @@ from starlette.types import Receive, Scope, Send
 
 from tidegate_engine.core.request import FinishReason
 from tidegate_engine.events import CancelCause
+from tidegate_engine.fleet.rates import Reservation
 from tidegate_engine.server.errors import ApiError
 from tidegate_engine.server.generation import Generation
 from tidegate_engine.server.generations import Generations
+from tidegate_engine.server.rate_gate import RateGate
 from tidegate_engine.server.render import FinishedChoice, Json, ResponseFormat, usage_of
 from tidegate_engine.server.text import AnswerText, TextDelta, TokenLogprob
 
@@ -32,6 +34,8 @@ class Answer:
     Attributes:
         texts: One for each choice; those of one prompt stand together.
         choices_per_prompt: How many that are.
+        prompt_lengths: Tokens of each choice's prompt.
+        reservation: What was set aside for it of its tenant's rate limits.
         cancel_on_disconnect: Whether a client that hangs up ends the generation.
     """
 
@@ -39,8 +43,10 @@ class Answer:
     generations: Generations
     texts: tuple[AnswerText, ...]
     choices_per_prompt: int
+    prompt_lengths: tuple[int, ...]
+    rate_gate: RateGate
+    reservation: Reservation
     format: ResponseFormat
-    prompt_tokens: int
     includes_usage: bool
     cancel_on_disconnect: bool
 
@@ -73,14 +79,23 @@ class Answer:
         """
         firsts = range(0, len(self.texts), self.choices_per_prompt)
         return usage_of(
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=sum(self.prompt_lengths[index] for index in firsts),
             cached_tokens=sum(self.generation.cached_tokens.get(index, 0) for index in firsts),
             output_tokens=sum(text.num_tokens for text in self.texts),
         )
 
     def release(self) -> None:
-        """Forget the generation; what still runs of it is cancelled."""
-        self.generations.end(self.generation, cause=CancelCause.DISCONNECT)
+        """Forget the generation: what still runs of it is cancelled, what it used is charged."""
+        generation = self.generation
+        self.generations.end(generation, cause=CancelCause.DISCONNECT)
+        self.rate_gate.settle(
+            self.reservation,
+            computed_tokens=sum(
+                self.prompt_lengths[index] - generation.cached_tokens.get(index, 0)
+                for index in generation.admitted
+            ),
+            outputs=[self.texts[index].num_tokens for index in generation.admitted],
+        )
 
 
 async def collect(answer: Answer) -> Json:

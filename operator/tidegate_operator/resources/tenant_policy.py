@@ -220,7 +220,6 @@ class TenantPolicySpec(Model):
     rate: Annotated[
         RateLimit | None,
         Field(description="Limits per minute over the whole pool; default none."),
-        NOT_ENFORCED_YET,
     ] = None
     concurrency: Annotated[
         ConcurrencyLimit | None,

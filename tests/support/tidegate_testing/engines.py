@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import httpx
 import uvloop
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
+from redis.asyncio import Redis
 
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
@@ -22,6 +24,8 @@ from tidegate_engine.events import EngineStats
 from tidegate_engine.executor.base import Capacity, Executor
 from tidegate_engine.executor.simulated import SimulatedExecutor
 from tidegate_engine.executor.step_cost import AffineCost
+from tidegate_engine.fleet.bucket_script import BucketStore
+from tidegate_engine.fleet.rates import FleetRates
 from tidegate_engine.model.bytes_tokenizer import NUM_PRINTABLE, BytesTokenizer
 from tidegate_engine.server.app import create_app
 from tidegate_engine.server.connections import HttpServer, listen
@@ -34,6 +38,11 @@ from tidegate_testing.policies import POOL, a_snapshot, a_tenant
 
 MODEL = "simulated"
 BLOCK_SIZE = 16
+
+NO_REDIS = "redis://127.0.0.1:1"
+"""Where none is; nobody asks before a policy has rate limits."""
+
+_engines = count(1)
 
 
 def key_of(tenant: str) -> str:
@@ -196,10 +205,11 @@ def a_running_engine(
     has_policy: bool = True,
     listener: socket.socket | None = None,
     http_options: Mapping[str, Any] | None = None,
+    redis_url: str = NO_REDIS,
 ) -> Iterator[RunningEngine]:
     """Serve from a thread until the block ends; `policy` is in force when it begins.
 
-    `http_options` are those of `HttpServer`.
+    `http_options` are those of `HttpServer`. Redis is asked for rate limits alone.
     """
     gate = StepGate()
     used = executor or a_paced_executor(
@@ -214,13 +224,14 @@ def a_running_engine(
     listener = listener or listen("127.0.0.1", 0)
 
     async def serve() -> None:
+        redis = Redis.from_url(redis_url, socket_timeout=2)
         service = assemble(
             pool=POOL,
             scheduler=scheduler,
             executor=used,
             model=model or a_served_model(),
+            rates=rates_of(redis),
             clock=time.monotonic,
-            wall_clock=time.time,
             max_waiting=max_waiting,
             max_unread_events=max_unread_events,
         )
@@ -232,6 +243,7 @@ def a_running_engine(
         started.set()
         await server.serve([listener])
         await asyncio.to_thread(service.engine.stop)
+        await redis.aclose()
 
     thread = threading.Thread(target=lambda: uvloop.run(serve()), name="server")
     thread.start()
@@ -245,6 +257,12 @@ def a_running_engine(
         exits.close()
         servers[0].should_exit = True
         thread.join()
+
+
+def rates_of(redis: Redis) -> FleetRates:
+    """Build an engine's part in the rate limits of its pool."""
+    store = BucketStore(redis, pool=POOL, engine=f"engine-{next(_engines)}", expiry_seconds=6)
+    return FleetRates(store, clock=time.monotonic)
 
 
 def a_scheduler_of(executor: Executor, limits: EngineLimits | None = None) -> Scheduler:
