@@ -38,6 +38,7 @@ from tidegate_engine.model.simd import (
     load_long,
     multiply,
     negative,
+    prefetch,
     root,
     splat,
     store,
@@ -120,22 +121,26 @@ class _Block:
             old = builder.load(top_pointer)
             top = build_max(builder, old, build_over_lanes(builder, seen, build_max))
             builder.store(top, top_pointer)
-            tops = build_splat(builder, top)
-            weights = build_exp(builder, builder.fsub(seen, tops))
+            weights = build_exp(builder, builder.fsub(seen, build_splat(builder, top)))
             weights = build_keep(builder, weights, limit, zero)
-            fade = build_exp(builder, build_splat(builder, builder.fsub(old, top)))
             build_store(builder, place, weights)
-            total = build_fma(builder, build_load(builder, sums), fade, weights)
-            build_store(builder, sums, total)
-            for chunk in self._chunks:
-                at = self._value_sum(state, g, chunk)
-                build_store(builder, at, builder.fmul(build_load(builder, at), fade))
+            # Mostly the largest score has been seen before, and what is summed up stays as it is.
+            with builder.if_then(builder.fcmp_ordered(">", top, old), likely=False):
+                self._fade(builder.fsub(old, top), [sums, *self._value_sums(state, g)])
+            build_store(builder, sums, builder.fadd(build_load(builder, sums), weights))
+
+    def _fade(self, change: Value, places: list[Value]) -> None:
+        """Multiply what is summed up by the exponential of a change."""
+        fade = build_exp(self._builder, build_splat(self._builder, change))
+        for place in places:
+            faded = self._builder.fmul(build_load(self._builder, place), fade)
+            build_store(self._builder, place, faded)
 
     def add_values(self, weights: Value, values: Value, state: Value, limit: Value) -> None:
         """Add the first `limit` values, weighted; the sums stay in registers meanwhile."""
         builder = self._builder
-        places = [(g, chunk) for g in range(self._num_shared) for chunk in self._chunks]
-        before = [build_load(builder, self._value_sum(state, g, chunk)) for g, chunk in places]
+        places = [self._value_sums(state, g) for g in range(self._num_shared)]
+        before = [build_load(builder, place) for own in places for place in own]
         entry = builder.block
         loop = builder.append_basic_block("values")
         end = builder.append_basic_block("values.end")
@@ -144,16 +149,17 @@ class _Block:
         index = builder.phi(_LONG)
         sums = [builder.phi(vector.type) for vector in before]
         row = builder.add(values, builder.mul(index, ir.Constant(_LONG, 4 * self._stride)))
-        value = {chunk: build_load(builder, _at(builder, row, chunk)) for chunk in self._chunks}
+        value = [build_load(builder, _at(builder, row, chunk)) for chunk in self._chunks]
         shift = builder.mul(index, ir.Constant(_LONG, 4))
         splats = []
         for g in range(self._num_shared):
             at = builder.add(_at(builder, weights, g * LANES), shift)
             weight = builder.load(builder.inttoptr(at, _FLOAT.as_pointer()))
             splats.append(build_splat(builder, weight))
+        factors = [(weight, part) for weight in splats for part in value]
         after = [
-            build_fma(builder, splats[g], value[chunk], total)
-            for (g, chunk), total in zip(places, sums, strict=True)
+            build_fma(builder, weight, part, total)
+            for (weight, part), total in zip(factors, sums, strict=True)
         ]
         following = builder.add(index, ir.Constant(_LONG, 1))
         index.add_incoming(ir.Constant(_LONG, 0), entry)
@@ -163,12 +169,12 @@ class _Block:
             total.add_incoming(then, loop)
         builder.cbranch(builder.icmp_signed("<", following, limit), loop, end)
         builder.position_at_end(end)
-        for (g, chunk), total in zip(places, after, strict=True):
-            build_store(builder, self._value_sum(state, g, chunk), total)
+        for place, total in zip([place for own in places for place in own], after, strict=True):
+            build_store(builder, place, total)
 
-    def _value_sum(self, state: Value, g: int, chunk: int) -> Value:
-        before = self._num_shared * (LANES + 1) + g * self._head_size
-        return _at(self._builder, state, before + chunk)
+    def _value_sums(self, state: Value, g: int) -> list[Value]:
+        first = self._num_shared * (LANES + 1) + g * self._head_size
+        return [_at(self._builder, state, first + chunk) for chunk in self._chunks]
 
     def _dots(self, queries: list[list[Value]], keys: Value, first: int, count: int) -> list[Value]:
         """One vector a query head: halves are summed up in pairs, until a lane is left of each."""
@@ -269,10 +275,18 @@ def attend_kernel(shape: AttentionShape) -> Callable[[Any], None]:
                     store_float(state + 4 * (sum_floats + g), lowest)
                 for at in range(sum_floats + num_shared, state_floats, LANES):
                     store(state + 4 * at, splat(zero))
+            following = pool + load_long(table) * table_step + first_head * (4 * size)
             for first in range(0, position + count, LANES):
-                block = pool + load_long(table + (first // block_size) * 8) * table_step
-                block += (first % block_size) * (4 * stride) + first_head * (4 * size)
+                block, then = following, first + LANES
+                if then < position + count:
+                    following = pool + load_long(table + (then // block_size) * 8) * table_step
+                    following += (then % block_size) * (4 * stride) + first_head * (4 * size)
                 for head in range(num_task_heads):
+                    # While this head's positions are computed, memory sends its next ones.
+                    for key in range(0, LANES * 4 * stride, 4 * stride):
+                        for at in range(head * (4 * size), (head + 1) * (4 * size), 4 * LANES):
+                            prefetch(following + key + at)
+                            prefetch(following + block_bytes + key + at)
                     for i in range(count):
                         limit = min(LANES, position + i + 1 - first)
                         if limit > 0:

@@ -185,6 +185,7 @@ def _build_add(builder: Builder, left: Value, right: Value) -> Value:
 
 load = _define(_vector, _address)(build_load)
 store = _define(types.void, _address, _vector)(build_store)
+prefetch = _define(types.void, _address)(build_prefetch)
 splat = _define(_vector, _float)(build_splat)
 fma = _define(_vector, _vector, _vector, _vector)(build_fma)
 add = _define(_vector, _vector, _vector)(_build_add)
