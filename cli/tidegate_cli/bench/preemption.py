@@ -58,8 +58,8 @@ class PreemptionSettings:
             wave_requests=1,
             wave_prompt_tokens=120,
             wave_output_tokens=8,
-            swaps=20,
-            resumes=3,
+            swaps=10,
+            resumes=2,
         )
 
 
