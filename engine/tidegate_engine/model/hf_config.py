@@ -109,7 +109,13 @@ class _Fields(BaseModel):
         return self.sliding_window if slides else None
 
     def llama_config(self, path: Path) -> LlamaConfig:
-        """Raise ModelLoadError, ModelConfigError or RopeScalingError where it can't be one."""
+        """Put them into our own words.
+
+        Raises:
+            ModelLoadError: RoPE scaling isn't one that is implemented; `path` is for the message.
+            ModelConfigError: The sizes don't fit together.
+            RopeScalingError: The numbers of the scaling don't make sense.
+        """
         head_size = self.head_dim or self.hidden_size // self.num_attention_heads
         rope = _parse_rope(self.rope_scaling or self.rope_parameters or {}, path)
         theta = rope.rope_theta or self.rope_theta or _DEFAULT_ROPE_THETA

@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from tokenizers import decoders, models, normalizers
 
+from tidegate_engine.model.chat_template import ChatTemplateError
 from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.model.loader import LoadedModel
-from tidegate_engine.model.tokenizer import ChatTemplateError, Tokenizer
+from tidegate_engine.model.tokenizer import Tokenizer
 from tidegate_testing.models import VOCABULARY, tiny_tokenizer
 
 TINY = tiny_tokenizer()
@@ -103,6 +104,40 @@ def test_ids_that_stand_for_nothing_count_where_larger_ones_do() -> None:
     tokenizer = Tokenizer(sparse, chat_template=None, eos_token_ids=frozenset())
     assert tokenizer.vocab_size == 8
     assert tokenizer.decode([0, 3, 7]) == "ab"
+
+
+PIECES = ("<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "▁a", "<0xZZ>")
+PREPENDED = decoders.Sequence(
+    [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+)
+
+
+@pytest.mark.parametrize("decoder", [PREPENDED, decoders.Metaspace()], ids=["steps", "metaspace"])
+def test_sentencepiece_tokens_are_spelled_with_blanks(decoder: decoders.Decoder) -> None:
+    ids = {piece: i for i, piece in enumerate(PIECES)}
+    backend = Backend(models.BPE(ids, [("▁", "a")], byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoder
+    tokenizer = Tokenizer(backend, chat_template=None, eos_token_ids=frozenset())
+    # A token may follow others: its blank stays.
+    assert tokenizer.decode([ids["▁a"], ids["▁a"], ids["<0xZZ>"]]) == " a a<0xZZ>"
+    assert tokenizer.encode("a a") == [ids["a"], ids["▁a"]]
+
+
+def test_bytes_that_no_piece_covers_are_put_together() -> None:
+    ids = {piece: i for i, piece in enumerate(PIECES)}
+    backend = Backend(models.BPE(ids, [], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = PREPENDED
+    tokenizer = Tokenizer(backend, chat_template=None, eos_token_ids=frozenset())
+    token_ids = tokenizer.encode("a€")
+    assert [PIECES[i] for i in token_ids] == ["a", "<0xE2>", "<0x82>", "<0xAC>"]
+    detokenizer = tokenizer.detokenizer()
+    assert [detokenizer.push(i) for i in token_ids] == ["a", "", "", "€"]
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat.json"])

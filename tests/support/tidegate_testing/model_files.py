@@ -55,7 +55,6 @@ def write_gguf(
     config: LlamaConfig = TINY,
     architecture: str = "llama",
     kind: GGMLQuantizationType = GGMLQuantizationType.Q8_0,
-    write_tokenizer: Callable[[GGUFWriter], None] | None = None,
     add: Callable[[GGUFWriter], None] = lambda _: None,
 ) -> Path:
     """Write a model as llama.cpp's converter does: query and key rows permuted in Llamas, matrices
@@ -74,7 +73,7 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_epsilon)
     writer.add_vocab_size(config.vocab_size)
-    (write_tokenizer or write_tiny_tokenizer)(writer)
+    write_tiny_tokenizer(writer)
     add(writer)
     for name, tensor in tensors.items():
         own = gguf_name(name)
