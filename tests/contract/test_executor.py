@@ -267,3 +267,30 @@ def test_measuring_leaves_nothing_behind(steps: Steps) -> None:
     assert min(costs.values()) >= 0
     assert costs["step_seconds"] + costs["decode_seconds"] > 0
     assert costs["swap_block_seconds"] > 0
+
+
+def test_blocks_of_a_failed_steps_own_swaps_may_be_used_at_once(steps: Steps) -> None:
+    executor = steps.executor
+    broken = PlanRow("short", 0, [1], [10_000], samples=True, sampling=a_context())
+    failing = StepPlan(
+        step=3,
+        revision=1,
+        rows=(broken,),
+        swap_out=(SwapCopy(1, "a", (3, 4), (5, 6)),),
+        swap_in=(SwapCopy(2, "b", (7,), (0,)),),
+        num_open_fences=2,
+    )
+    with pytest.raises(ExecutorError, match="short"):
+        executor.execute(failing)
+    row = PlanRow("next", 0, [*PROMPT], [7, 4, 5], samples=False, sampling=a_context())
+    again = StepPlan(
+        step=4,
+        revision=1,
+        rows=(row,),
+        swap_out=(SwapCopy(3, "c", (3,), (0,)),),
+        num_open_fences=1,
+    )
+    passed = executor.execute(again).passed_fences
+    while not passed:
+        passed = executor.execute(StepPlan(step=4, revision=1, num_open_fences=1)).passed_fences
+    assert passed == (3,)

@@ -7,7 +7,7 @@ nothing else may touch.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.plan import (
@@ -76,7 +76,11 @@ class SimulatedExecutor:
             for block in swap.device_blocks:
                 self._kv.put(block, self._garbage)
         self._copy(plan.copies)
-        tokens = self._compute(plan)
+        try:
+            tokens = self._compute(plan)
+        except ExecutorError:
+            self._end_swaps(plan)
+            raise
         if plan.rows:
             self._clock.advance(self._cost.seconds(plan))
             return StepResult(tokens=tokens, passed_fences=self._pass_fences(self._clock.now()))
@@ -121,6 +125,14 @@ class SimulatedExecutor:
         for copy, content in zip(copies, contents, strict=True):
             self._kv.put(copy.target, content)
 
+    def _end_swaps(self, plan: StepPlan) -> None:
+        """Let go of a failed step's swaps: its requests are dropped, and their blocks go on."""
+        fences = [swap.fence for swap in (*plan.swap_out, *plan.swap_in)]
+        for queue in (self._outward, self._inward):
+            queue.drop(fences)
+        for fence in fences:
+            self._open_swaps.end(fence)
+
     def _pass_fences(self, now: float) -> tuple[int, ...]:
         if not self._open_swaps:
             return ()
@@ -157,6 +169,10 @@ class _CopyQueue:
         seconds = self._block_seconds * len(swap.device_blocks)
         self._last_end = max(self._last_end, now) + seconds
         self._in_flight.append((self._last_end, swap))
+
+    def drop(self, fences: Collection[int]) -> None:
+        """Forget swaps."""
+        self._in_flight = deque(e for e in self._in_flight if e[1].fence not in fences)
 
     def take(self, now: float) -> list[tuple[float, SwapCopy]]:
         """Take out the swaps that have ended."""
