@@ -53,11 +53,13 @@ class BareSteps:
         step_seconds: Of executing each step, in order: planning and committing not counted.
         output_tokens: Of all.
         profile: Share of the steps' time by what it was spent on; empty = not looked at.
+        quality: What quantisation costs, by the results' keys; empty where there is none.
     """
 
     step_seconds: Sequence[float]
     output_tokens: int
     profile: dict[str, float] = field(default_factory=dict)
+    quality: dict[str, float] = field(default_factory=dict)
 
     @property
     def output_tokens_per_s(self) -> float:
@@ -98,6 +100,7 @@ class BareEngine:
 
     def __init__(self, settings: Settings, work: BareWork) -> None:
         self._work = work
+        self._settings = settings
         parts = load_parts(settings, created=0)
         self._executor, self._costs = parts.executor, parts.costs
         self._limits = EngineLimits(
@@ -113,12 +116,29 @@ class BareEngine:
             step_seconds=timed.step_seconds,
             output_tokens=output_tokens,
             profile=self._profile() if self._work.profiles else {},
+            quality=self._quality(),
         )
 
     def _profile(self) -> dict[str, float]:
         profiled = ProfiledExecutor(self._executor)
         self._serve(profiled, self._work.timed)
         return profiled.shares()
+
+    def _quality(self) -> dict[str, float]:
+        settings = self._settings
+        if settings.executor != "torch" or settings.quantization == "none":
+            return {}
+        # Imported here, as simulated executors need no PyTorch.
+        from tidegate_engine.executor.quality import measure_quality_loss
+        from tidegate_engine.model.loader import load_model
+
+        model = load_model(settings.model_source, settings.cache_dir)
+        loss = measure_quality_loss(model, settings.quantization)
+        return {
+            "perplexity": loss.perplexity,
+            "quantized_perplexity": loss.quantised_perplexity,
+            "quantized_same_choice": loss.same_choice,
+        }
 
     def _serve(self, executor: Executor, requests: Sequence[tuple[Sequence[int], int]]) -> int:
         """Run requests to their ends; returns how many output tokens they got."""

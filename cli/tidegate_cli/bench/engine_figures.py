@@ -84,6 +84,7 @@ class EngineFigures:
                 self.continuous.output_tokens_per_s / self.static.output_tokens_per_s
             ),
             "padding_bound": self.padding_bound,
+            **self.bare.quality,
         }
         for number, peer in enumerate(self.peers, start=1):
             results |= _client_results(_peer_prefix(number), peer.burst, peer.poisson)
