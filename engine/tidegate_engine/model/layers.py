@@ -40,30 +40,34 @@ class Layers:
     def pack(cls, weights: LlamaWeights, new_linear: NewLinear) -> "Layers":
         """Lay the weights out.
 
-        Tensors that stay as they are are copied: they may lie in a mapped file, of which as much as
-        was ever read would stay in memory with them.
+        On a CPU what stays as it is is copied: it may lie in a mapped file, of which as much as was
+        ever read would stay in memory with it.
         """
         return cls(
-            embedding=weights.embedding.clone(),
+            embedding=_own(weights.embedding),
             layers=tuple(_pack(layer, new_linear) for layer in weights.layers),
-            final_norm=weights.final_norm.clone(),
+            final_norm=_own(weights.final_norm),
             output=new_linear(weights.output),
         )
 
 
 def _pack(layer: LayerWeights, new_linear: NewLinear) -> Layer:
     return Layer(
-        attention_norm=layer.attention_norm.clone(),
+        attention_norm=_own(layer.attention_norm),
         qkv=new_linear(layer.qkv),
-        qkv_bias=_copy(layer.qkv_bias),
-        query_norm=_copy(layer.query_norm),
-        key_norm=_copy(layer.key_norm),
+        qkv_bias=_own_or_none(layer.qkv_bias),
+        query_norm=_own_or_none(layer.query_norm),
+        key_norm=_own_or_none(layer.key_norm),
         attention_output=new_linear(layer.attention_output),
-        mlp_norm=layer.mlp_norm.clone(),
+        mlp_norm=_own(layer.mlp_norm),
         gate_up=new_linear(layer.gate_up),
         down=new_linear(layer.down),
     )
 
 
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.device.type == "cpu" else tensor
+
+
+def _own_or_none(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _own(tensor)
