@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ class ForgetfulScheduler(Scheduler):
         return Phase.RUNNING
 
 
-def on_hold(**service: float) -> PolicySnapshot:
+def on_hold(**service: Any) -> PolicySnapshot:
     """Build a policy under which acme's requests wait."""
     return a_snapshot(a_tenant(stop=StopPolicy.HOLD, service=ServiceRule(**service)))
 

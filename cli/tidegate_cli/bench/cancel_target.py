@@ -20,6 +20,7 @@ from tidegate_engine.core.plan import StepPlan, StepResult
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.events import EngineStats
 from tidegate_engine.executor.base import Capacity, Executor
+from tidegate_engine.fleet.rates import FleetRates
 from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.parts import Parts, load_parts
 from tidegate_engine.server.app import create_app
@@ -137,8 +138,8 @@ def serving(
                 scheduler=scheduler,
                 executor=executor,
                 model=parts.model,
+                rates=FleetRates(None, clock=time.monotonic),
                 clock=time.monotonic,
-                wall_clock=time.time,
                 max_waiting=EngineLimits().max_waiting,
             )
             policy = _policy(keys, max_num_seqs)

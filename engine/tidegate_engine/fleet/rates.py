@@ -47,8 +47,13 @@ class Reservation:
 class FleetRates:
     """Reserves, settles and renews, for every tenant with a limit."""
 
-    def __init__(self, store: BucketStore, *, clock: Callable[[], float]) -> None:
-        """Begin without limits; `run` keeps leases alive."""
+    def __init__(self, store: BucketStore | None, *, clock: Callable[[], float]) -> None:
+        """Begin without limits; `run` keeps leases alive.
+
+        Args:
+            store: The pool's buckets; None = an engine that belongs to no pool, which has none.
+            clock: Monotonic, in seconds.
+        """
         self._store = store
         self._clock = clock
         self._buckets: dict[tuple[str, str], LocalBucket] = {}
@@ -61,6 +66,8 @@ class FleetRates:
     def use_policy(self, snapshot: PolicySnapshot) -> None:
         """Obey other limits from now on; what is leased stays leased."""
         before, self._buckets = self._buckets, {}
+        if self._store is None:
+            return
         for rule in snapshot.tenants:
             for unit, limit in _limits(rule.rate):
                 key = (rule.tenant, unit)

@@ -26,7 +26,7 @@ def attend_causally(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 class PlainFlashInfer:
     """`BatchPrefillWithPagedKVCacheWrapper` in the layout NHD."""
 
-    def plan(  # noqa: PLR0913, PLR0917 - as documented
+    def plan(
         self,
         qo_indptr: Tensor,
         paged_kv_indptr: Tensor,
@@ -59,7 +59,7 @@ class PlainFlashInfer:
         return out
 
 
-def plain_flash_attention(  # noqa: PLR0913, PLR0917 - as documented
+def plain_flash_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
