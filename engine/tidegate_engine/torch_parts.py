@@ -17,6 +17,7 @@ from tidegate_engine.executor.torch_executor import TorchExecutor
 from tidegate_engine.kv_sizing import DEVICE_FRACTION, KvMemory, size_kv
 from tidegate_engine.machine import Machine
 from tidegate_engine.model.config import LlamaConfig
+from tidegate_engine.model.linear import UnsupportedProductError
 from tidegate_engine.model.loader import LoadedModel, load_model
 from tidegate_engine.model.weights import LayerWeights, LlamaWeights
 from tidegate_engine.server.served_model import Tokenizer
@@ -94,12 +95,15 @@ def _load(settings: Settings, dtype: str) -> LoadedModel:
 
 
 def _executor(settings: Settings, loaded: LoadedModel, cache: KvCache) -> TorchExecutor:
-    return TorchExecutor(
-        loaded,
-        cache,
-        quantization=settings.quantization,
-        kernel_cache=settings.cache_dir / _KERNELS,
-    )
+    try:
+        return TorchExecutor(
+            loaded,
+            cache,
+            quantization=settings.quantization,
+            kernel_cache=settings.cache_dir / _KERNELS,
+        )
+    except UnsupportedProductError as error:
+        raise StartError(variable_of("quantization"), str(error)) from error
 
 
 # -- what is measured ------------------------------------------------------------------------------

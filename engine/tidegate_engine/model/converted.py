@@ -6,13 +6,11 @@ those pages.
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import itertools
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.errors import ModelLoadError
+from tidegate_engine.model.file_lock import locked
 from tidegate_engine.model.gguf_file import GgufFile
 from tidegate_engine.model.json_file import read_json
 from tidegate_engine.model.rope_scaling import RopeScaling
@@ -73,8 +72,7 @@ def _converted(source: Path, cache_dir: Path, dtype: torch.dtype) -> Path:
     directory = cache_dir / f"{digest[:16]}-{name}-v{_FORMAT}"
     if _is_complete(directory):
         return directory
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with _locked(cache_dir / f"{directory.name}.lock"):
+    with locked(cache_dir / f"{directory.name}.lock"):
         # Another engine may have done it while this one waited.
         if not _is_complete(directory):
             _convert(source, directory, dtype)
@@ -132,11 +130,3 @@ def _read_config(path: Path) -> LlamaConfig:
         return LlamaConfig(**content)
     except (ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(path, f"can't be read: {error}") from error
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    # Freed by the kernel when the holder dies, so that a lock never outlives its process.
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from numba import types
 
 from tidegate_engine.model import cpu_attention, cpu_product, cpu_rows, simd
 from tidegate_engine.model.config import LlamaConfig
+from tidegate_engine.model.file_lock import locked
 
 _SOURCES = (cpu_attention, cpu_product, cpu_rows, simd)
 _SIGNATURE = types.void(types.CPointer(types.int64))
@@ -49,16 +51,20 @@ class KernelCompiler:
 
     def __init__(self, cache_dir: Path | None) -> None:
         """Prepare; what is compiled is kept in `cache_dir` for other processes, too."""
-        self._is_caching = cache_dir is not None
         self._functions: list[object] = []
+        self._directory: Path | None = None
         if cache_dir is not None:
             # Numba looks at the time of one file only, and a wheel's files have all the same.
             sources = b"".join(Path(str(module.__file__)).read_bytes() for module in _SOURCES)
-            numba.config.CACHE_DIR = str(cache_dir / hashlib.sha256(sources).hexdigest()[:16])
+            self._directory = cache_dir / hashlib.sha256(sources).hexdigest()[:16]
+            numba.config.CACHE_DIR = str(self._directory)
 
     def compile(self, kernel: Callable[[Any], None]) -> int:
         """Return the address of a C function."""
-        function = numba.cfunc(_SIGNATURE, cache=self._is_caching)(kernel)
+        # Numba doesn't lock what it keeps: two that begin at once would mix up their kernels.
+        lock = nullcontext() if self._directory is None else locked(self._directory / "lock")
+        with lock:
+            function = numba.cfunc(_SIGNATURE, cache=self._directory is not None)(kernel)
         self._functions.append(function)
         address: int = function.address
         return address

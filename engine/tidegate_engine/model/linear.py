@@ -1,5 +1,6 @@
 """Matrix products with weights that are laid out once: in the model's dtype, or in 8 bits."""
 
+from functools import cache
 from typing import Literal, Protocol
 
 import torch
@@ -59,11 +60,23 @@ class DenseLinear:
         torch.mm(rows, self._weight, out=out)
 
 
+class UnsupportedProductError(ValueError):
+    """The processor can't multiply as the weights' quantisation needs."""
+
+
 class Int8Linear:
     """In 8 bits, each output's weights with a scale of their own."""
 
     def __init__(self, weight: Tensor) -> None:
-        """Quantise a weight [outputs, inputs], which isn't needed any more."""
+        """Quantise a weight [outputs, inputs], which isn't needed any more.
+
+        Raises:
+            UnsupportedProductError: Sums of 8-bit products are wrong on this device.
+        """
+        if not is_exact_in_8_bits(weight.device):
+            raise UnsupportedProductError(
+                f"8-bit products saturate on {weight.device}: a CPU has to know VNNI"
+            )
         self.num_outputs = len(weight)
         values, self.scales = quantise(weight)
         self._weight = values.t()
@@ -80,6 +93,14 @@ class Int8Linear:
     def multiply_into(self, out: Tensor, rows: Tensor) -> None:
         """Compute the sums of 8-bit rows in `out`."""
         torch._int_mm(rows, self._weight, out=out)  # noqa: SLF001
+
+
+@cache
+def is_exact_in_8_bits(device: torch.device) -> bool:
+    """Tell whether sums of the largest 8-bit products are right: older CPUs add up in 16 bits."""
+    largest = torch.full((_CUDA_ROWS, 64), 127, dtype=torch.int8, device=device)
+    sums = torch._int_mm(largest, largest.t())  # noqa: SLF001
+    return bool((sums == 64 * 127 * 127).all())
 
 
 def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,7 +33,7 @@ _FLOAT_BYTES = 4
 
 # exp(x) = 2^n * exp(r) with |r| <= ln(2) / 2; the polynomial is that of Cephes' expf, good
 # to 2 units in the last place. ln(2) is split so that n * its first part is exact.
-_LEAST_EXPONENT = -87.0
+_LEAST_EXPONENT, _MOST_EXPONENT = -87.0, 88.0
 _LOG2_E = 1.4426950408889634
 _LN2 = (0.693359375, -2.12194440e-4)
 _EXP = (
@@ -144,8 +144,10 @@ def build_max(builder: Builder, left: Value, right: Value) -> Value:
 
 
 def build_exp(builder: Builder, vector: Value) -> Value:
-    """The exponential function; below -87, where floats end, it stays at the least."""
+    """The exponential function; it stays the same below -87 and above 88, where floats end."""
     x = build_max(builder, vector, _constant(_LEAST_EXPONENT))
+    most = _constant(_MOST_EXPONENT)
+    x = builder.select(builder.fcmp_ordered("<", x, most), x, most)
     n = _call(builder, "floor", build_fma(builder, x, _constant(_LOG2_E), _constant(0.5)))
     r = x
     for part in _LN2:
