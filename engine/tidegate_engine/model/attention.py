@@ -138,6 +138,9 @@ class _GroupAttention:
         hidden = context > positions[:, None, :, None]
         # Added to the scores [S, 1, Q, C].
         self._mask = pool.new_zeros(hidden.shape).masked_fill_(hidden, -np.inf)
+        ends = positions.amax(dim=1) + 1
+        # What others left behind a row's end may be NaN, which no mask hides.
+        self._behind = (context >= ends[:, None]).flatten().nonzero().squeeze(1)
         # Gathered into the same memory layer after layer: fresh memory of this size would be
         # mapped, and its pages cleared, each time; that takes longer than the copy.
         self._keys = pool.new_empty(len(self._key_pieces), self._pieces.shape[1])
@@ -149,6 +152,8 @@ class _GroupAttention:
         torch.index_select(self._pieces, 0, index, out=self._keys)
         torch.index_select(self._pieces, 0, index + 1, out=self._values)
         rows, _, num_kv_heads, head_size = self._context
+        for gathered in (self._keys, self._values):
+            gathered.view(-1, num_kv_heads * head_size).index_fill_(0, self._behind, 0.0)
         # The query heads that share a KV head become further queries of it, G = H / K times as
         # many: [S, Q, K, G, D] -> [S, K, G * Q, D]. So keys and values needn't be repeated.
         num_queries = len(self._tokens) // rows

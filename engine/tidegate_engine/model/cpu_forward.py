@@ -35,14 +35,12 @@ class CpuForward:
         self._turns = torch.cat((rotary.cos, rotary.sin), dim=-1)
         self._kernels = kernels
         self._team = team
-        self._num_threads = torch.get_num_threads()
         self._space = self._reserve(_MIN_CAPACITY)
 
     def forward(self, batch: Batch, pool: Tensor) -> Tensor:
         """Compute a step."""
         num_tokens = len(batch.positions)
-        if num_tokens > self._space.capacity:
-            self._space = self._reserve(num_tokens)
+        self._make_room(num_tokens)
         space, layers = self._space, self._layers
         hidden = space.hidden[:num_tokens]
         torch.index_select(layers.embedding, 0, batch.token_ids, out=hidden)
@@ -72,6 +70,12 @@ class CpuForward:
                 space.dequantisation.call(0)
         return logits.view(torch.float32)
 
+    def _make_room(self, num_tokens: int) -> None:
+        """Take more memory where a step is larger than any before, or has more threads."""
+        capacity = self._space.capacity
+        if num_tokens > capacity or torch.get_num_threads() > self._space.num_threads:
+            self._space = self._reserve(max(num_tokens, capacity))
+
     def _reserve(self, capacity: int) -> Workspace:
         return Workspace(
             self._config,
@@ -80,5 +84,5 @@ class CpuForward:
             kernels=self._kernels,
             team=self._team,
             capacity=capacity,
-            num_threads=self._num_threads,
+            num_threads=torch.get_num_threads(),
         )

@@ -130,7 +130,7 @@ class Workspace:
         widest = max(config.hidden_size, config.intermediate_size)
         self._scratch = _zeros((num_threads, widest), np.float32)
         self._states = _zeros((num_threads, kernels.shape.scratch_floats), np.float32)
-        self._num_threads = num_threads
+        self.num_threads = num_threads
         self._step: tuple[object, ...] = ()
         self.quantisations: CallTable | None = None
         self.dequantisation: CallTable | None = None
@@ -140,7 +140,7 @@ class Workspace:
         """Set what a step changes."""
         shape = self._shape
         num_tokens = len(batch.positions)
-        num_threads = min(torch.get_num_threads(), self._num_threads)
+        num_threads = min(torch.get_num_threads(), self.num_threads)
         tiles = tiles_of(batch.rows)
         token_floats = shape.num_kv_heads * shape.head_size
         places = batch.blocks * pool.stride(0) + batch.offsets * token_floats
@@ -165,7 +165,7 @@ class Workspace:
     def begin_logits(self, sampled: Tensor, logits: Tensor) -> None:
         """Gather the rows that sample, and set what these change."""
         count = len(sampled)
-        num_threads = min(torch.get_num_threads(), self._num_threads)
+        num_threads = min(torch.get_num_threads(), self.num_threads)
         for source, target in (
             (self.hidden, self.last_hidden),
             (self.down.out, self.last_down.out),

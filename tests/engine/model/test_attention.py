@@ -25,7 +25,7 @@ def dense(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 def test_paged_attention_is_dense_attention_over_each_rows_own_tokens() -> None:
     torch.manual_seed(0)
     before = torch.randn(120, TINY.num_layers, 2, BLOCK_SIZE, K, D)
-    # What is in others' blocks must not matter, even where padding reads.
+    # What others have, or left behind, must not matter, even where padding reads it.
     pool = torch.full_like(before, torch.nan)
     shuffled = (1 + torch.randperm(119)).tolist()
     rows, contexts = [], []
@@ -35,6 +35,8 @@ def test_paged_attention_is_dense_attention_over_each_rows_own_tokens() -> None:
         blocks = shuffled[taken : taken + num_blocks]
         taken += num_blocks
         pool[blocks] = before[blocks]
+        for position in range(start, num_blocks * BLOCK_SIZE):
+            pool[blocks[position // BLOCK_SIZE], :, :, position % BLOCK_SIZE] = torch.nan
         rows.append(plan_row([0] * count, blocks, start=start))
         contexts.append(before[blocks, LAYER].transpose(0, 1).reshape(2, -1, K, D).clone())
     num_tokens = sum(len(row.token_ids) for row in rows)

@@ -96,6 +96,8 @@ def test_kernels_compute_what_pytorch_does(shape: str, block_size: int, cache: P
     pools = [model.new_pool(torch.nan) for _ in range(2)]
     for row in rows:
         context = torch.randn(len(row.block_ids), *pools[0].shape[1:])
+        for position in range(row.start, len(row.block_ids) * block_size):
+            context[position // block_size, :, :, position % block_size] = torch.nan
         for pool in pools:
             pool[list(row.block_ids)] = context
     batch = model.batch(*rows)
@@ -161,6 +163,19 @@ def test_a_step_of_more_tokens_than_ever_is_computed(cache: Path) -> None:
         ours = model.kernels.forward(batch, model.new_pool())
         theirs = model.portable.forward(batch, model.new_pool())
     assert torch.allclose(ours, theirs, rtol=0, atol=5e-5)
+
+
+def test_more_threads_than_at_the_first_step_may_compute_a_later_one(cache: Path) -> None:
+    model = new_model(GROUPED, cache)
+    batch = model.batch(plan_row(tokens(60, 7), [*range(4)]))
+    with torch.inference_mode():
+        alone = model.kernels.forward(batch, model.new_pool())
+        torch.set_num_threads(3)
+        try:
+            together = model.kernels.forward(batch, model.new_pool())
+        finally:
+            torch.set_num_threads(1)
+    assert torch.equal(alone, together)
 
 
 def test_rows_that_only_pass_by_get_no_logits(cache: Path) -> None:
