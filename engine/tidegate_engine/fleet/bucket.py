@@ -11,6 +11,8 @@ from tidegate_engine.fleet.bucket_script import BucketLimit, BucketStore
 _CHUNK_SECONDS = 1.0
 """A lease is for about as long: long enough that Redis is asked once a second, no more."""
 
+_LEAST_WAIT_SECONDS = 1e-3
+
 _log = logging.getLogger(__name__)
 
 
@@ -85,22 +87,31 @@ class LocalBucket:
                 await self._ask(returned=0.0 if is_used else unspent)
 
     def _take(self, amount: float) -> bool:
+        required = amount
         if self.is_alone:
             self._fill_up()
-        if self.unspent < amount:
+            required = self._required_alone(amount)
+        if self.unspent < required:
             return False
         self._spent += amount
         return True
 
+    def _required_alone(self, amount: float) -> float:
+        """Return what has to be there: what is beyond the part of the depth passes at its half."""
+        most = self.limit.depth / self._num_engines
+        return amount if amount <= most else most / 2
+
     async def _lease(self, amount: float) -> float:
-        needed = amount - self.unspent
-        chunk = self.limit.per_minute / 60 * _CHUNK_SECONDS
-        wait = await self._ask(needed=needed, chunk=chunk)
-        if self._take(amount):
-            return 0.0
+        wait = 0.0
+        if not self.is_alone:  # else `renew` alone asks: who is refused must not wait for that
+            chunk = self.limit.per_minute / 60 * _CHUNK_SECONDS
+            wait = await self._ask(needed=amount - self.unspent, chunk=chunk)
+            if self._take(amount):
+                return 0.0
         if self.is_alone:
-            wait = (amount - self.unspent) * 60 * self._num_engines / self.limit.per_minute
-        return max(wait, 1e-3)
+            lacking = self._required_alone(amount) - self.unspent
+            wait = lacking * 60 * self._num_engines / self.limit.per_minute
+        return max(wait, _LEAST_WAIT_SECONDS)
 
     async def _ask(
         self, *, needed: float = 0.0, chunk: float = 0.0, returned: float = 0.0
@@ -123,8 +134,10 @@ class LocalBucket:
                 needed=needed,
                 chunk=chunk,
             )
-        except (RedisError, OSError) as error:
+        except BaseException as error:
             self._held, self._spent = held, self._spent + spent
+            if not isinstance(error, RedisError | OSError):
+                raise
             self._go_alone(error)
             return 0.0
         if self.is_alone:

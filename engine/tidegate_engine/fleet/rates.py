@@ -98,8 +98,7 @@ class FleetRates:
         """Renew leases until cancelled."""
         while True:
             await asyncio.sleep(RENEW_SECONDS)
-            for bucket in list(self._buckets.values()):
-                await bucket.renew()
+            await asyncio.gather(*(bucket.renew() for bucket in self._buckets.values()))
 
     async def _reserve(self, tenant: str, unit: str, amount: float) -> Shortage | None:
         bucket = self._buckets.get((tenant, unit))

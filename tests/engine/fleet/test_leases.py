@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_engine.fleet.bucket import LocalBucket
-from tidegate_engine.fleet.bucket_script import LEASE, BucketLimit, BucketStore
+from tidegate_engine.fleet.bucket_script import LEASE, BucketLimit, BucketStore, Lease
 from tidegate_engine.fleet.rates import FleetRates, Reservation, Shortage
 from tidegate_policies.snapshot import RateRule
 from tidegate_testing.policies import a_snapshot, a_tenant
@@ -53,6 +53,17 @@ class Fleet:
         return LocalBucket(
             "acme", "tokens", self.limit, store=self.store(name), clock=lambda: self.now
         )
+
+
+class NoStore(BucketStore):
+    """A Redis that can't be asked."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    async def lease(self, *_: object, **__: object) -> Lease:
+        self.num_calls += 1
+        raise ConnectionError
 
 
 async def a_fleet(redis: Redis, *, per_minute: float = 600, depth: float = 600) -> Fleet:
@@ -178,6 +189,44 @@ async def test_without_redis_an_engine_has_its_part_and_pays_later(
     await fleet.set_time(1001.0)
     assert await other.reserve(1) == pytest.approx(4.1)  # 50 used without asking, 10 flowed in
     await lost.aclose()
+
+
+async def test_without_redis_a_request_beyond_the_part_of_an_engine_passes_now_and_then(
+    redis: Redis,
+) -> None:
+    fleet = await a_fleet(redis, per_minute=600, depth=600)
+    one = fleet.engine("one")
+    one._num_engines = 4
+    one._store = NoStore()
+    passed = 0
+    for _ in range(120):
+        fleet.now += 1.0
+        passed += await one.reserve(200) == 0
+    assert passed == pytest.approx(120 * 2.5 / 200, abs=1)  # a quarter of 10 a second
+
+
+async def test_without_redis_nobody_waits_for_it_but_the_first(redis: Redis) -> None:
+    fleet = await a_fleet(redis)
+    one, store = fleet.engine("one"), NoStore()
+    one._store = store
+    waits = await asyncio.gather(*(one.reserve(10) for _ in range(20)))
+    assert min(waits) > 0
+    assert store.num_calls == 1
+    await one.renew()
+    assert store.num_calls == 2
+
+
+async def test_a_caller_that_leaves_while_redis_is_asked_takes_nothing_with_it(
+    redis: Redis,
+) -> None:
+    fleet = await a_fleet(redis)
+    one = fleet.engine("one")
+    assert await one.reserve(590) == 0
+    asked = asyncio.create_task(one.reserve(500))
+    await asyncio.sleep(0)
+    asked.cancel()
+    await asyncio.wait({asked})
+    assert await one.reserve(500) > 0
 
 
 # -- over all limits ----------------------------------------------------------------------------
