@@ -1,6 +1,7 @@
 """The CPU's kernels, compiled for one model."""
 
 import hashlib
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from numba import types
 from tidegate_engine.model import cpu_attention, cpu_product, cpu_rows, simd
 from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.file_lock import locked
+
+_log = logging.getLogger(__name__)
 
 _SOURCES = (cpu_attention, cpu_product, cpu_rows, simd)
 _SIGNATURE = types.void(types.CPointer(types.int64))
@@ -50,14 +53,16 @@ class KernelCompiler:
     """Compiles kernels, and keeps them in memory as long as it is there itself."""
 
     def __init__(self, cache_dir: Path | None) -> None:
-        """Prepare; what is compiled is kept in `cache_dir` for other processes, too."""
+        """Prepare; where that can be, what is compiled is kept there for other processes."""
         self._functions: list[object] = []
         self._directory: Path | None = None
         if cache_dir is not None:
             # Numba looks at the time of one file only, and a wheel's files have all the same.
             sources = b"".join(Path(str(module.__file__)).read_bytes() for module in _SOURCES)
-            self._directory = cache_dir / hashlib.sha256(sources).hexdigest()[:16]
+            self._directory = _written(cache_dir / hashlib.sha256(sources).hexdigest()[:16])
             numba.config.CACHE_DIR = str(self._directory)
+            # Not anywhere else, if it can't be there.
+            numba.config.CACHE_LOCATOR_CLASSES = "UserProvidedCacheLocator"
 
     def compile(self, kernel: Callable[[Any], None]) -> int:
         """Return the address of a C function."""
@@ -68,6 +73,16 @@ class KernelCompiler:
         self._functions.append(function)
         address: int = function.address
         return address
+
+
+def _written(directory: Path) -> Path | None:
+    """Return the directory if something can be kept there."""
+    try:
+        with locked(directory / "lock"):
+            return directory
+    except OSError as error:
+        _log.warning("compiled kernels can't be kept, each start compiles anew: %s", error)
+        return None
 
 
 def compile_kernels(

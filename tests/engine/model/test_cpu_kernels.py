@@ -67,6 +67,16 @@ def test_nobody_else_compiles_into_a_directory_meanwhile(
     assert compiled
 
 
+def test_kernels_that_cannot_be_kept_are_compiled_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    compiler = KernelCompiler(tmp_path / "file" / "kernels")
+    assert compiler.compile(cpu_product.product_kernel(64))
+    assert "compiled kernels can't be kept" in caplog.text
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
+
+
 def test_where_8_bit_products_saturate_they_are_refused() -> None:
     environment = {"ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
