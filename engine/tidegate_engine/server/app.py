@@ -92,6 +92,7 @@ def _identify(service: Service) -> Callable[[Request], Awaitable[Caller]]:
     # Asynchronous, so that it runs in the event loop, where keys are replaced, not in a thread.
     async def identify(request: Request) -> Caller:
         tenant = service.identities.tenant_of(request.headers.get("authorization"))
+        request.state.tenant = tenant
         return Caller.of(request, tenant=tenant)
 
     return identify

@@ -15,19 +15,16 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from starlette.types import ASGIApp
 
-from tidegate_engine.server.edge import MAX_BODY_BYTES
-from tidegate_engine.server.errors import ApiError
-from tidegate_engine.server.json_response import JsonResponse
+from tidegate_engine.server.http_connection import HttpConnection
+from tidegate_engine.server.open_requests import OpenRequests
 
 MAX_CONNECTIONS = 16_384
 """Open at once; an idle one takes some 10 KB. Fewer where the process may open fewer files."""
 
 MAX_OPEN_BODY_BYTES = 256 * 1024 * 1024
-"""Bodies of all requests that are being received, queued or answered."""
+"""What has come of bodies of requests that are being received, queued or answered."""
 
 REQUEST_SECONDS = 30
 """From connecting, or from a request's first byte, to its last."""
@@ -44,18 +41,6 @@ _BACKLOG = 2048
 _SEND_BUFFER_BYTES = 64 * 1024
 _KEEPALIVE_SECONDS = 15
 _KEEPALIVE_PROBES = 3
-
-
-class EngineOverloadedError(ApiError):
-    """So many requests are open that no further one is received."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            503,
-            "engine_overloaded",
-            "This engine has as many requests open as it may.",
-            retry_after_seconds=1,
-        )
 
 
 def listen(host: str, port: int, *, unread_seconds: float = UNREAD_SECONDS) -> socket.socket:
@@ -116,7 +101,7 @@ class HttpServer(uvicorn.Server):
         Args:
             app: What is served.
             max_connections: Most connections; a fourth of them is for others than open requests.
-            max_body_bytes: Of all open requests together.
+            max_body_bytes: Of all open requests together, as far as they have come.
             request_seconds: How long a request may take to come.
             flush_seconds: How long clients may read on once `should_exit` is set.
         """
@@ -124,7 +109,7 @@ class HttpServer(uvicorn.Server):
             app, max_requests=max(1, max_connections * 3 // 4), max_body_bytes=max_body_bytes
         )
         connection: Any = partial(
-            _Connection, max_connections=max_connections, request_seconds=request_seconds
+            HttpConnection, max_connections=max_connections, request_seconds=request_seconds
         )
         super().__init__(
             uvicorn.Config(
@@ -158,91 +143,3 @@ class HttpServer(uvicorn.Server):
     def _cut_off(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
-
-
-class OpenRequests:
-    """Refuses requests while too many are open, before anything of their bodies is read.
-
-    Only those that carry a body, as generations do, count and are refused.
-    """
-
-    def __init__(self, app: ASGIApp, *, max_requests: int, max_body_bytes: int) -> None:
-        self._app = app
-        self._max_requests = max_requests
-        self._max_body_bytes = max_body_bytes
-        self._num_open = 0
-        self._body_bytes = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection event of the framework."""
-        if scope["type"] != "http" or scope["method"] != "POST":
-            await self._app(scope, receive, send)
-            return
-        size = _announced_bytes(scope)
-        if self._num_open >= self._max_requests or self._body_bytes + size > self._max_body_bytes:
-            error = EngineOverloadedError()
-            # Closing spares us the body that is on its way.
-            headers = {**error.headers, "connection": "close"}
-            answer = JsonResponse(error.body(), status_code=error.status, headers=headers)
-            await answer(scope, receive, send)
-            return
-        self._num_open += 1
-        self._body_bytes += size
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            self._num_open -= 1
-            self._body_bytes -= size
-
-
-class _Connection(HttpToolsProtocol):
-    """One connection, cut off where it costs without being of use."""
-
-    def __init__(
-        self, *arguments: Any, max_connections: int, request_seconds: float, **options: Any
-    ) -> None:
-        super().__init__(*arguments, **options)
-        self._max_connections = max_connections
-        self._request_seconds = request_seconds
-        self._receiving: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > self._max_connections:
-            transport.abort()
-        else:
-            self._expect_request()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._received()
-        super().connection_lost(exc)
-
-    def on_message_begin(self) -> None:
-        served: RequestResponseCycle | None = self.cycle
-        if served is not None and not served.response_complete:
-            # Pipelined: while it waited, nobody could see its sender hang up on the one before.
-            served.disconnected = True
-            served.message_event.set()
-            self.flow.resume_writing()
-            self.transport.abort()
-        super().on_message_begin()
-        self._expect_request()
-
-    def on_message_complete(self) -> None:
-        self._received()
-        super().on_message_complete()
-
-    def _expect_request(self) -> None:
-        self._received()
-        self._receiving = self.loop.call_later(self._request_seconds, self.transport.abort)
-
-    def _received(self) -> None:
-        if self._receiving is not None:
-            self._receiving.cancel()
-            self._receiving = None
-
-
-def _announced_bytes(scope: Scope) -> int:
-    """Return what a body may take: as much as is allowed, unless it says less."""
-    announced = Headers(scope=scope).get("content-length", "")
-    return min(int(announced), MAX_BODY_BYTES) if announced.isdecimal() else MAX_BODY_BYTES

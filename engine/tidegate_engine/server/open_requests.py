@@ -1,0 +1,106 @@
+"""The requests that are open in an HTTP server, and the bytes of their bodies: both are bounded."""
+
+from collections import Counter
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tidegate_engine.server.errors import ApiError
+from tidegate_engine.server.json_response import JsonResponse
+
+
+class EngineOverloadedError(ApiError):
+    """So many requests are open, or their bodies so large, that no further one is received."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            503,
+            "engine_overloaded",
+            "This engine has as many requests open as it may.",
+            retry_after_seconds=1,
+        )
+
+
+class OpenBodies:
+    """How many bytes of bodies are held, and for whom.
+
+    Nobody gets more than is still free then. So whoever takes what he can get leaves half, two of
+    them leave a third, and there is something for a newcomer at any time; one alone isn't held to
+    a small fixed share.
+
+    Source: Choudhury and Hahne, Dynamic Queue Length Thresholds for Shared-Memory Packet Switches,
+    IEEE/ACM Transactions on Networking 6(2), 1998; with its alpha = 1.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held: Counter[str] = Counter()
+        self._total = 0
+
+    def hold(self, owner: str, num_bytes: int) -> None:
+        """Count `num_bytes` more for `owner`.
+
+        Raises:
+            EngineOverloadedError: That would be more than is free; nothing is counted.
+        """
+        if num_bytes and self._held[owner] + num_bytes > self._max_bytes - self._total - num_bytes:
+            raise EngineOverloadedError
+        self._held[owner] += num_bytes
+        self._total += num_bytes
+
+    def release(self, owner: str, num_bytes: int) -> None:
+        """Count `num_bytes` less, which `hold` has counted."""
+        self._total -= num_bytes
+        self._held[owner] -= num_bytes
+        if not self._held[owner]:
+            del self._held[owner]
+
+
+class OpenRequests:
+    """Refuses requests while too many are open, before anything of their bodies is read.
+
+    Only those that carry a body, as generations do, count and are refused. Bytes of bodies count
+    when they have come, not when they are announced, for the tenant that the application names in
+    `request.state.tenant`, and until the answer ends.
+    """
+
+    def __init__(self, app: ASGIApp, *, max_requests: int, max_body_bytes: int) -> None:
+        self._app = app
+        self._max_requests = max_requests
+        self._bodies = OpenBodies(max_body_bytes)
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection event of the framework."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        if self._num_open >= self._max_requests:
+            error = EngineOverloadedError()
+            # Closing spares us the body that is on its way.
+            headers = {**error.headers, "connection": "close"}
+            answer = JsonResponse(error.body(), status_code=error.status, headers=headers)
+            await answer(scope, receive, send)
+            return
+        self._num_open += 1
+        try:
+            await self._serve(scope, receive, send)
+        finally:
+            self._num_open -= 1
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope.setdefault("state", {})
+        held: Counter[str] = Counter()
+
+        async def receive_held() -> Message:
+            message = await receive()
+            num_bytes = len(message.get("body", b""))
+            owner = state.get("tenant", "")
+            self._bodies.hold(owner, num_bytes)
+            held[owner] += num_bytes
+            return message
+
+        try:
+            await self._app(scope, receive_held, send)
+        finally:
+            for owner, num_bytes in held.items():
+                self._bodies.release(owner, num_bytes)
