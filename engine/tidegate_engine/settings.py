@@ -60,13 +60,18 @@ def _one_of(allowed: Collection[str], *, is_optional: bool = False) -> Callable[
     return check
 
 
-def _none_if_auto(value: object, check: ValidatorFunctionWrapHandler) -> object:
-    if value == AUTO:
-        return None
-    try:
-        return check(value)
-    except ValidationError as error:
-        raise ValueError(f"must be {AUTO} or a whole number above 0, got {value!r}") from error
+def _none_if_auto(least: int) -> WrapValidator:
+    def check(value: object, check_number: ValidatorFunctionWrapHandler) -> object:
+        if value == AUTO:
+            return None
+        try:
+            return check_number(value)
+        except ValidationError as error:
+            raise ValueError(
+                f"must be {AUTO} or a whole number from {least} on, got {value!r}"
+            ) from error
+
+    return WrapValidator(check)
 
 
 def _home(variable: str, default: str) -> Path:
@@ -77,7 +82,8 @@ def _home(variable: str, default: str) -> Path:
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$")]
 Positive = Annotated[int, Field(ge=1)]
-PositiveOrAuto = Annotated[Positive | None, WrapValidator(_none_if_auto)]
+PositiveOrAuto = Annotated[Positive | None, _none_if_auto(1)]
+NumberOrAuto = Annotated[Annotated[int, Field(ge=0)] | None, _none_if_auto(0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Key = Annotated[str, AfterValidator(_check_key)]
 
@@ -112,7 +118,7 @@ class Settings(BaseSettings):
             memory is taken as blocks are first used; with SmolLM2 and 16 tokens in float32 a
             block is 0.7 MiB.
         host_kv_blocks: KV blocks in host memory, for requests that are swapped out; 0 = computed
-            anew instead. None = half as many as in the pool.
+            anew instead. None = `auto`: half as many as in the pool, or what memory allows.
         block_size: Tokens in a KV block, at most 256: small ones waste less at the end of each
             sequence, large ones make shorter tables.
         batching: `continuous`; or, to compare it with, `static` (a batch is collected and runs
@@ -161,7 +167,7 @@ class Settings(BaseSettings):
     quantization: Literal["none", "int8"] = "none"
     device: Annotated[str, Field(pattern="^(cpu|cuda(:[0-9]+)?)$")] = "cpu"
     kv_blocks: PositiveOrAuto = None
-    host_kv_blocks: Annotated[int, Field(ge=0)] | None = None
+    host_kv_blocks: NumberOrAuto = None
     block_size: Annotated[int, Field(ge=1, le=_MAX_BLOCK_SIZE)] = 16
     batching: Literal["continuous", "static", "bucketed"] = "continuous"
     max_num_seqs: Positive = 32

@@ -73,15 +73,21 @@ def test_a_wrong_value_is_named_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["TIDEGATE_THREADS", "TIDEGATE_KV_BLOCKS"])
-def test_a_number_may_be_left_to_the_engine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "least"),
+    [("TIDEGATE_THREADS", 1), ("TIDEGATE_KV_BLOCKS", 1), ("TIDEGATE_HOST_KV_BLOCKS", 0)],
+)
+def test_a_number_may_be_left_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch, name: str, least: int
+) -> None:
     field = name.removeprefix("TIDEGATE_").lower()
     assert getattr(Settings.from_environment(), field) is None
-    for text, value in (("auto", None), ("7", 7)):
+    for text, value in (("auto", None), ("7", 7), (f"{least}", least)):
         monkeypatch.setenv(name, text)
         assert getattr(Settings.from_environment(), field) == value
-    monkeypatch.setenv(name, "-3")
-    with pytest.raises(SettingsError, match=f"^{name}: must be auto or a whole number above 0"):
+    monkeypatch.setenv(name, f"{least - 1}")
+    message = f"^{name}: must be auto or a whole number from {least} on, got '{least - 1}'$"
+    with pytest.raises(SettingsError, match=message):
         Settings.from_environment()
 
 
