@@ -1,7 +1,6 @@
 """One limit of one tenant in this engine: what is leased of it, and what was used."""
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from redis.exceptions import RedisError
@@ -12,8 +11,6 @@ _CHUNK_SECONDS = 1.0
 """A lease is for about as long: long enough that Redis is asked once a second, no more."""
 
 _LEAST_WAIT_SECONDS = 1e-3
-
-_log = logging.getLogger(__name__)
 
 
 class LocalBucket:
@@ -138,19 +135,15 @@ class LocalBucket:
             self._held, self._spent = held, self._spent + spent
             if not isinstance(error, RedisError | OSError):
                 raise
-            self._go_alone(error)
+            self._go_alone()
             return 0.0
-        if self.is_alone:
-            _log.info("%s of %s are leased from the pool again", self._unit, self._tenant)
         self.is_alone = False
         self._held = lease.held
         self._num_engines = max(1, lease.num_engines)
         return lease.wait_seconds
 
-    def _go_alone(self, error: Exception) -> None:
+    def _go_alone(self) -> None:
         if not self.is_alone:
-            part = f"1/{self._num_engines}"
-            _log.warning("%s of %s: %s of the limit: %s", self._unit, self._tenant, part, error)
             self._filled_at = self._clock()
         self.is_alone = True
         self._fill_up()

@@ -1,6 +1,7 @@
 """The rate limits of all tenants, as this engine takes part in them."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,10 @@ EXPIRY_SECONDS = 6.0
 
 RENEW_SECONDS = 2.0
 """How often leases are renewed, and those without use given back."""
+
+_RENEWED_AT_ONCE = 8
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +101,29 @@ class FleetRates:
 
     async def run(self) -> None:
         """Renew leases until cancelled."""
+        was_alone = False
         while True:
             await asyncio.sleep(RENEW_SECONDS)
-            await asyncio.gather(*(bucket.renew() for bucket in self._buckets.values()))
+            await self.renew()
+            if self.is_alone is not was_alone:
+                was_alone = self.is_alone
+                self._tell(is_alone=was_alone)
+
+    async def renew(self) -> None:
+        """Renew all leases, a few at a time: each takes a connection."""
+        turns = asyncio.Semaphore(_RENEWED_AT_ONCE)
+
+        async def renew_in_turn(bucket: LocalBucket) -> None:
+            async with turns:
+                await bucket.renew()
+
+        await asyncio.gather(*map(renew_in_turn, self._buckets.values()))
+
+    def _tell(self, *, is_alone: bool) -> None:
+        if is_alone:
+            _log.warning("Redis can't be asked: this engine has its part of every rate limit")
+        else:
+            _log.info("rate limits are leased from the pool again")
 
     async def _reserve(self, tenant: str, unit: str, amount: float) -> Shortage | None:
         bucket = self._buckets.get((tenant, unit))

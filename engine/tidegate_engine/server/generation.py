@@ -43,7 +43,7 @@ class Generation:
             counts as one more.
         cached_tokens: Tokens of its prompt that a choice found in the prefix cache, by index; a
             choice that found none isn't there.
-        admitted: Choices that were ever in the batch.
+        num_outputs: Output tokens of each choice that was ever in the batch, read or not.
         error: Why the generation was ended early; None while it wasn't.
     """
 
@@ -60,7 +60,7 @@ class Generation:
         self.arrived_at = arrived_at
         self.live: dict[int, Choice] = {}
         self.cached_tokens: dict[int, int] = {}
-        self.admitted: dict[int, None] = {}
+        self.num_outputs: dict[int, int] = {}
         self.num_unanswered = 0
         self.max_unread_events = max_unread_events
         self.error: ApiError | None = None

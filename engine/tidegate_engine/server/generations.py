@@ -217,10 +217,10 @@ class Generations:
     def _note_admission(self, choice: Choice, now: float) -> None:
         # Readmissions after a preemption are no queueing.
         latencies = self._metrics.latencies(choice.generation.tenant)
-        admitted = choice.generation.admitted
-        if choice.index not in admitted and latencies is not None:
+        num_outputs = choice.generation.num_outputs
+        if choice.index not in num_outputs and latencies is not None:
             latencies.queue.observe(now - choice.generation.arrived_at)
-        admitted[choice.index] = None
+        num_outputs.setdefault(choice.index, 0)
 
     def _note_token(self, choice: Choice, now: float) -> None:
         latencies = self._metrics.latencies(choice.generation.tenant)
@@ -230,3 +230,4 @@ class Generations:
             else:
                 latencies.itl.observe(now - choice.last_token_at)
         choice.last_token_at = now
+        choice.generation.num_outputs[choice.index] += 1

@@ -92,9 +92,9 @@ class Answer:
             self.reservation,
             computed_tokens=sum(
                 self.prompt_lengths[index] - generation.cached_tokens.get(index, 0)
-                for index in generation.admitted
+                for index in generation.num_outputs
             ),
-            outputs=[self.texts[index].num_tokens for index in generation.admitted],
+            outputs=[*generation.num_outputs.values()],
         )
 
 

@@ -251,6 +251,20 @@ async def test_requests_and_tokens_are_limited_together(redis: Redis) -> None:
     assert isinstance(await rates.reserve("free", 1e9), Reservation)
 
 
+async def test_leases_are_renewed_over_a_few_connections(redis_server: RedisServer) -> None:
+    redis = Redis.from_url(redis_server.url, max_connections=10, socket_timeout=2)
+    store = BucketStore(redis, pool=f"rates/{next(_pools)}", engine="one", expiry_seconds=6)
+    rates = FleetRates(store, clock=lambda: 0.0)
+    rule = RateRule(requests_per_minute=600, tokens_per_minute=6000)
+    tenants = [f"tenant-{number}" for number in range(60)]
+    rates.use_policy(a_snapshot(*(a_tenant(name, rate=rule) for name in tenants)))
+    for name in tenants:
+        assert isinstance(await rates.reserve(name, 10), Reservation)
+    await rates.renew()
+    assert not rates.is_alone
+    await redis.aclose()
+
+
 async def test_a_lowered_limit_is_obeyed_at_once(redis: Redis) -> None:
     store = BucketStore(redis, pool=f"rates/{next(_pools)}", engine="one", expiry_seconds=6)
     rates = FleetRates(store, clock=lambda: 0.0)

@@ -100,6 +100,16 @@ def test_a_request_that_never_ran_costs_nothing(redis_url: str) -> None:
         assert ask(engine, prompt=[7] * 150, max_tokens=50).status_code == 200
 
 
+def test_what_was_computed_and_never_read_is_charged(redis_url: str) -> None:
+    with two_engines(redis_url, RateRule(tokens_per_minute=1000)) as engines:
+        engine = engines[0]
+        body = {"model": MODEL, "prompt": [7] * 20, "max_tokens": 800, "ignore_eos": True}
+        with engine.http().stream("POST", "/v1/completions", json={**body, "stream": True}):
+            eventually(lambda: engine.stats().scheduler.tenants["acme"].finished == 1, "its end")
+        eventually(lambda: not engine.service.generations.running_ids, "nobody reads it")
+        assert ask(engine, prompt=[7] * 300).status_code == 429
+
+
 def test_without_redis_each_engine_goes_on_and_says_so() -> None:
     policy = a_snapshot(a_keyed_tenant(rate=RateRule(requests_per_minute=600)))
     with a_running_engine(policy) as engine:
