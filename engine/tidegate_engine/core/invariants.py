@@ -21,6 +21,7 @@ def check_books(
         AssertionError: They disagree.
     """
     books.memory.check_invariants(sequences)
+    _check_committed(books)
     books.running.check_invariants()
     books.tenants.check_invariants()
     books.forecast.lengths.check_invariants()
@@ -28,6 +29,17 @@ def check_books(
     landed = {seq for seq in books.running.arriving if not seq.fence}
     if landed != set(joining):
         raise AssertionError(f"{len(landed)} requests are back, {len(joining)} join")
+
+
+def _check_committed(books: Books) -> None:
+    """Verify that tenants know the worst case of their requests that may not be taken out."""
+    for tenant in books.tenants:
+        own = [] if tenant.is_preemptible else [s for s in books.running if s.tenant is tenant]
+        worst = sum(seq.most_blocks for seq in own)
+        if worst != tenant.committed_blocks:
+            raise AssertionError(
+                f"{tenant.name} counts with {tenant.committed_blocks} blocks, not {worst}"
+            )
 
 
 def _check_sequences(sequences: Collection[Sequence], tenants: Iterable[Tenant]) -> None:

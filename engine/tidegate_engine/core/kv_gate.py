@@ -77,7 +77,9 @@ class KvGate:
         memory, tenant = self._memory, seq.tenant
         most = memory.cap_tokens_of(tenant)
         if seq.max_tokens > most + 1:  # the last output token is never cached
+            before = seq.most_blocks
             seq.clip(most + 1, block_size=memory.pool.block_size)
+            self._running.commit_fewer(seq, before - seq.most_blocks)
         return seq.num_tokens <= most
 
     def judge(self, seq: Sequence, need: Need, *, may_borrow: bool) -> Reason:

@@ -116,6 +116,11 @@ class Running:
         """Add to the service that a tier's requests are expected to take yet."""
         self.committed_cost[tier_value] = self.committed_cost.get(tier_value, 0.0) + cost
 
+    def commit_fewer(self, seq: Sequence, blocks: int) -> None:
+        """Note that a request will need so many blocks fewer at its longest; it may not run."""
+        if seq.phase is Phase.RUNNING and not seq.tenant.is_preemptible:
+            seq.tenant.committed_blocks -= blocks
+
     def recount(self) -> None:
         """Count anew after tiers, targets and protections have changed."""
         self.version += 1
