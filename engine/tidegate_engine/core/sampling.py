@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 MAX_TEMPERATURE = 2.0
 MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
@@ -39,8 +40,8 @@ class SamplingParams:
         top_p: Draw from the smallest set of likeliest tokens that holds this share of the
             probability, in (0, 1]; of what `min_p` and `top_k` left.
         repetition_penalty: Divides the positive and multiplies the negative logits of tokens in
-            prompt and output, in (0, 10]; 1 = off. Source: Keskar et al., "CTRL", 2019, section
-            4.1.
+            prompt and output, in [0.01, 10]; 1 = off. Source: Keskar et al., "CTRL", 2019,
+            section 4.1.
         presence_penalty: Taken once from the logits of tokens in the output, in [-2, 2].
         frequency_penalty: Taken from them as often as they occur in the output, in [-2, 2].
         logit_bias: Token ids, each once, with what is added to their logits, in [-100, 100].
@@ -75,8 +76,14 @@ class SamplingParams:
         _check_range("min_p", self.min_p, 0.0, 1.0)
         if self.top_k is not None and self.top_k < 1:
             raise SamplingParamsError("top_k", self.top_k, "at least 1")
-        _check_share("top_p", self.top_p, 1.0)
-        _check_share("repetition_penalty", self.repetition_penalty, MAX_REPETITION_PENALTY)
+        if not 0.0 < self.top_p <= 1.0:  # written so that NaN fails, too
+            raise SamplingParamsError("top_p", self.top_p, "above 0 and at most 1")
+        _check_range(
+            "repetition_penalty",
+            self.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+        )
         _check_range("presence_penalty", self.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
         _check_range("frequency_penalty", self.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
         for token_id, bias in self.logit_bias:
@@ -138,11 +145,6 @@ class SamplingContext:
 
 
 def _check_range(parameter: str, value: float, least: float, most: float) -> None:
-    # Written so that NaN fails too, here and below.
+    # Written so that NaN fails, too.
     if not least <= value <= most:
         raise SamplingParamsError(parameter, value, f"between {least:g} and {most:g}")
-
-
-def _check_share(parameter: str, value: float, most: float) -> None:
-    if not 0.0 < value <= most:
-        raise SamplingParamsError(parameter, value, f"above 0 and at most {most:g}")

@@ -39,15 +39,14 @@ def sample(
         ends: How many of its context's tokens each row follows: the position of the chosen token.
 
     Returns:
-        A token for each row; None where the logits are no distribution, since their largest isn't
-        a finite number.
+        A token for each row; None where the logits, or what edits have left of them, are no
+        distribution, since their largest isn't a finite number.
     """
     if not contexts:
         return []
     logits = logits.float()
     chosen = _likeliest(logits)
-    # NaN counts as the largest of all.
-    is_usable = logits.gather(1, chosen.unsqueeze(1)).squeeze(1).isfinite().tolist()
+    is_usable = _is_finite_at(logits, chosen)
     edited = [i for i, context in enumerate(contexts) if context.params.edits_logits]
     drawing = [
         i
@@ -61,13 +60,15 @@ def sample(
             own_logits = _select(logits, rows)
             if has_edits:
                 own_logits = edit_logits(own_logits.clone(), own, own_ends)
+                is_usable[index] &= _is_finite_at(own_logits, _likeliest(own_logits))
             chosen[index] = _choose(own_logits, own, own_ends)
     tokens: list[SampledToken | None] = [
         SampledToken(token) if usable else None
-        for token, usable in zip(chosen.tolist(), is_usable, strict=True)
+        for token, usable in zip(chosen.tolist(), is_usable.tolist(), strict=True)
     ]
     for i, token in _report(logits, chosen, contexts):
-        tokens[i] = token if is_usable[i] else None
+        if tokens[i] is not None:
+            tokens[i] = token
     return tokens
 
 
@@ -112,6 +113,10 @@ def _choose(logits: Tensor, contexts: Sequence[SamplingContext], ends: Sequence[
             else:
                 chosen[index] = _draw_from_all(probabilities, uniform)
     return chosen
+
+
+def _is_finite_at(logits: Tensor, places: Tensor) -> Tensor:
+    return logits.gather(1, places.unsqueeze(1)).squeeze(1).isfinite()
 
 
 def _likeliest(logits: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
 """The OpenAI-compatible HTTP API of one engine."""
 
+import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import Depends, FastAPI, Request
@@ -29,7 +32,7 @@ from tidegate_engine.server.errors import (
     QueueFullError,
     TenantStoppedError,
 )
-from tidegate_engine.server.generation import Generation
+from tidegate_engine.server.generation import LEAST_UNREAD_TOKENS, Generation
 from tidegate_engine.server.intake import Intake, take_chat, take_completion
 from tidegate_engine.server.json_response import JsonResponse
 from tidegate_engine.server.openapi import GENERATION, answers, describe_bodies
@@ -116,7 +119,8 @@ def _add_requests(app: FastAPI, service: Service) -> None:
     @app.delete("/v1/requests/{request_id}", responses=answers(Cancelled, 400, 401, 404, 503))
     async def cancel(request_id: str, caller: Annotated[Caller, Depends(identify)]) -> Response:
         named = [i for i in service.generations.running_ids if is_named(i, request_id)]
-        if not any([await service.generations.cancel(i, tenant=caller.tenant) for i in named]):
+        cancel_one = partial(service.generations.cancel, tenant=caller.tenant)
+        if not any(await asyncio.gather(*map(cancel_one, named))):
             raise ApiError(
                 404,
                 "request_not_found",
@@ -259,7 +263,7 @@ def _begin(
         caller.request_id,
         tenant=caller.tenant,
         arrived_at=caller.arrived_at,
-        max_unread_events=service.max_unread_events,
+        max_unread_events=_most_unread(service, body, intake),
     )
     try:
         service.generations.begin(generation, intake.requests)
@@ -287,6 +291,15 @@ def _begin(
         includes_usage=body.includes_usage,
         cancel_on_disconnect=_ends_with_client(service, caller),
     )
+
+
+def _most_unread(service: Service, body: GenerationBody, intake: Intake) -> float:
+    """Return how many events the client may leave unread, as `Generation` counts them."""
+    if not body.stream:
+        return math.inf
+    events_per_token = 1 + (intake.requests[0].sampling.logprobs or 0)
+    least = LEAST_UNREAD_TOKENS * len(intake.requests) * events_per_token
+    return max(service.max_unread_events, least)
 
 
 def _ends_with_client(service: Service, caller: Caller) -> bool:

@@ -1,5 +1,6 @@
 """Reading a request's body: JSON into the shape that a route wants."""
 
+import re
 from email.message import Message as Header
 from typing import TypeVar
 
@@ -8,7 +9,12 @@ from starlette.requests import ClientDisconnect, Request
 
 from tidegate_engine.server.errors import ApiError, UnsupportedMediaTypeError, from_validation
 
+MAX_CONTAINERS = 1 << 16
+"""Most arrays and objects of a body: two bytes of one take hundreds once they are parsed."""
+
 _JSON = "application/json"
+# Matches to the end where a string has none: so every byte is looked at once.
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 Body = TypeVar("Body", bound=BaseModel)
 
 
@@ -23,7 +29,9 @@ async def read_body(request: Request, shape: type[Body]) -> Body:
     """
     _check_media_type(request)
     try:
-        return shape.model_validate_json(await request.body())
+        content = await request.body()
+        _check_structure(content)
+        return shape.model_validate_json(content)
     except ValidationError as error:
         raise from_validation(error) from error
     except ClientDisconnect as error:
@@ -37,6 +45,22 @@ def _check_media_type(request: Request) -> None:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise UnsupportedMediaTypeError("content-encoding", "left out", encoding)
+
+
+def _check_structure(content: bytes) -> None:
+    if _num_brackets(content) > MAX_CONTAINERS and (
+        # Texts may hold as many as they like.
+        _num_brackets(_STRING.sub(b"", content)) > MAX_CONTAINERS
+    ):
+        raise ApiError(
+            400,
+            "invalid_json",
+            f"The body has more than {MAX_CONTAINERS} arrays and objects (the limit).",
+        )
+
+
+def _num_brackets(content: bytes) -> int:
+    return content.count(b"{") + content.count(b"[")
 
 
 def _means_json(content_type: str) -> bool:

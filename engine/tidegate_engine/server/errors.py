@@ -21,6 +21,9 @@ REASON_HEADER = "x-tidegate-reason"
 MAX_RETRY_SECONDS = 60
 """Nobody is told to wait for longer: by then all may have changed."""
 
+UNKNOWN = "unknown_field"
+"""Type of the pydantic error of a field that no body has."""
+
 UNSUPPORTED = "unsupported_field"
 """Type of the pydantic error of a known OpenAI field that this engine can't honour."""
 
@@ -37,12 +40,14 @@ _REJECTION_STATUS = {
 }
 _HTTP_CODES = {404: "unknown_path", 405: "method_not_allowed"}
 _VALIDATION_CODES = {
-    "extra_forbidden": "unknown_field",
+    "extra_forbidden": UNKNOWN,
     "json_invalid": "invalid_json",
     "missing": "missing_field",
+    UNKNOWN: UNKNOWN,
     UNSUPPORTED: UNSUPPORTED,
 }
-_UNION_BRANCHES = ("list[", "function-after[")
+_UNIONS = {"content", "prompt", "stop"}
+"""Fields in whose errors' places the name of a branch follows; no field of theirs has a name."""
 
 
 class ApiError(Exception):
@@ -231,11 +236,13 @@ class QueueFullError(ApiError):
 class SlowReaderError(ApiError):
     """The client reads more slowly than the engine produces, and the buffer is full."""
 
-    def __init__(self, limit_events: int) -> None:
+    def __init__(self, limit_events: float) -> None:
         super().__init__(
             503,
             "slow_reader",
-            f"The client left more than {limit_events} tokens unread; the request was cancelled.",
+            f"The client left more than {limit_events:.0f} tokens unread; the request was"
+            " cancelled.",
+            retry_after_seconds=1,
         )
 
 
@@ -269,8 +276,11 @@ def from_validation(error: ValidationError) -> ApiError:
     code = _VALIDATION_CODES.get(kind, "invalid_value")
     if code == "invalid_json":
         return ApiError(400, code, f"The body is not JSON: {context.get('error')}.")
-    param = context.get("param") or ".".join(_path(first)) or None
-    if kind == "extra_forbidden":
+    path = _path(first)
+    if "param" in context:
+        path.append(context["param"])
+    param = ".".join(path) if path else None
+    if code == UNKNOWN:
         message = f"Unknown field: {param}."
     else:
         message = f"{param or 'body'}: {first['msg']}."
@@ -285,8 +295,13 @@ def _most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 def _path(error: Mapping[str, Any]) -> list[str]:
     """Return where the error is, without the names of union branches."""
-    parts = [str(part) for part in error["loc"]]
-    return [part for part in parts if part != "str" and not part.startswith(_UNION_BRANCHES)]
+    before: object = None
+    path: list[str] = []
+    for part in error["loc"]:
+        if before not in _UNIONS or isinstance(part, int):
+            path.append(str(part))
+        before = part
+    return path
 
 
 async def answer_api_error(_: HttpRequest, error: Exception) -> JsonResponse:

@@ -12,8 +12,16 @@ from tidegate_engine.server.errors import ApiError
 MAX_UNREAD_EVENTS = 4096
 """Tokens of one generation that its client may leave unread; then it is cancelled."""
 
+LEAST_UNREAD_TOKENS = 64
+"""Tokens of every choice that a client may leave unread in any case: with many choices and
+alternatives a few steps make thousands of events, and no client reads while we are busy ourselves.
+"""
+
 _OUTPUTS_AT_ONCE = 256
 """Most outputs that are rendered together: a stalled reader's many would hold up everybody else."""
+
+_EVENTS_AT_ONCE = 1024
+"""Most events of these, but for those of the last one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,7 +48,7 @@ class Generation:
         live: The choices that haven't ended, by index.
         num_unanswered: Choices of which the engine hasn't said yet whether it takes them.
         max_unread_events: Most tokens in the buffer; each alternative that comes with a token
-            counts as one more.
+            counts as one more. Infinite for answers that are sent whole: nobody reads meanwhile.
         cached_tokens: Tokens of its prompt that a choice found in the prefix cache, by index; a
             choice that found none isn't there.
         num_outputs: Output tokens of each choice that was ever in the batch, read or not.
@@ -53,7 +61,7 @@ class Generation:
         *,
         tenant: str,
         arrived_at: float,
-        max_unread_events: int,
+        max_unread_events: float,
     ) -> None:
         self.generation_id = generation_id
         self.tenant = tenant
@@ -119,6 +127,8 @@ class Generation:
             is_kept_back = self.num_unanswered > 0 or self._num_holds > 0
             if self._unread and not is_kept_back:
                 yield self._take_unread()
+                if self._unread:
+                    await asyncio.sleep(0)  # the others' turn
             elif self.live or is_kept_back:
                 self._woken.clear()
                 await self._woken.wait()
@@ -126,9 +136,12 @@ class Generation:
                 return
 
     def _take_unread(self) -> list[tuple[int, TokenOutput]]:
-        count = min(len(self._unread), _OUTPUTS_AT_ONCE)
-        taken = [self._unread.popleft() for _ in range(count)]
-        self._num_unread_events -= sum(_num_events(output) for _, output in taken)
+        taken: list[tuple[int, TokenOutput]] = []
+        num_events = 0
+        while self._unread and len(taken) < _OUTPUTS_AT_ONCE and num_events < _EVENTS_AT_ONCE:
+            taken.append(self._unread.popleft())
+            num_events += _num_events(taken[-1][1])
+        self._num_unread_events -= num_events
         return taken
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
@@ -23,6 +23,9 @@ from tidegate_engine.server.served_model import ServedModel
 
 ENCODE_INLINE_CHARS = 4000
 """Longer prompts are encoded in a thread: the event loop must not wait for them."""
+
+MAX_WHOLE_LOGPROBS = 1 << 22
+"""Most log-probabilities of an answer that isn't a stream; they are kept until its last token."""
 
 _SEED_BITS = 64
 # Of their own: in asyncio's threads policies are stored, and would queue behind prompts.
@@ -103,14 +106,28 @@ def _intake(
             tenant=caller.tenant,
             prompt_ids=prompt,
             max_output_tokens=_output_limit(prompt, limit, sampling, model),
-            sampling=_for_choice(sampling, choice),
+            sampling=_for_choice(sampling, number * body.n + choice),
             stop_token_ids=stop_ids,
             ttft_seconds=caller.ttft_seconds,
         )
         for number, prompt in enumerate(map(tuple, prompts))
         for choice in range(body.n)
     )
+    if not body.stream and sampling.logprobs is not None:
+        _check_whole_logprobs(requests, 1 + sampling.logprobs)
     return Intake(requests=requests, prompt_tokens=sum(len(p) for p in prompts), stops=body.stops)
+
+
+def _check_whole_logprobs(requests: Sequence[Request], logprobs_per_token: int) -> None:
+    wanted = logprobs_per_token * sum(request.max_output_tokens for request in requests)
+    if wanted > MAX_WHOLE_LOGPROBS:
+        raise ApiError(
+            400,
+            "too_many_logprobs",
+            f"All choices' tokens, each with its alternatives, may have {wanted} log-probabilities;"
+            f" without stream = true at most {MAX_WHOLE_LOGPROBS}.",
+            param="logprobs",
+        )
 
 
 class _Limit(NamedTuple):
@@ -158,12 +175,14 @@ async def _completion_prompts(body: CompletionBody, model: ServedModel) -> list[
         return await _off_loop(sum(map(len, texts)), lambda: [encode(text) for text in texts])
     ids = [p for p in prompt if isinstance(p, int)]
     lists = [ids] if ids else [p for p in prompt if isinstance(p, list)]
-    _check_in_vocabulary("prompt", (token for tokens in lists for token in tokens), model)
+    _check_in_vocabulary("prompt", lists, model)
     return lists
 
 
-def _check_in_vocabulary(param: str, token_ids: Iterable[int], model: ServedModel) -> None:
-    largest = max(token_ids, default=0)
+def _check_in_vocabulary(
+    param: str, token_ids: Iterable[Collection[int]], model: ServedModel
+) -> None:
+    largest = max(map(max, filter(None, token_ids)), default=0)
     if largest >= model.tokenizer.vocab_size:
         raise ApiError(
             400,
@@ -183,8 +202,8 @@ def _sampling(body: GenerationBody, *, logprobs: int | None, model: ServedModel)
     """Read how tokens are to be chosen; what isn't said is as the OpenAI API has it."""
     seed = secrets.randbits(_SEED_BITS) if body.seed is None else body.seed % (1 << _SEED_BITS)
     biases = {int(name): bias for name, bias in (body.logit_bias or {}).items()}
-    _check_in_vocabulary("logit_bias", biases, model)
-    _check_in_vocabulary("stop_token_ids", body.stop_token_ids or (), model)
+    _check_in_vocabulary("logit_bias", [biases], model)
+    _check_in_vocabulary("stop_token_ids", [body.stop_token_ids or ()], model)
     return SamplingParams(
         temperature=_or(body.temperature, 1.0),
         min_p=_or(body.min_p, 0.0),

@@ -4,10 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import orjson
+
 from tidegate_engine.core.request import FinishReason
 from tidegate_engine.server.text import SpelledToken, TextDelta, TokenLogprob
 
 Json = dict[str, object]
+
+Written = tuple[object, ...]
+"""One token's log-probabilities as an endpoint writes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +33,7 @@ class FinishedChoice:
     """One choice, complete."""
 
     text: str
-    logprobs: tuple[TokenLogprob, ...]
+    logprobs: tuple[Written, ...]
     finish_reason: FinishReason
 
 
@@ -47,8 +52,16 @@ class ResponseFormat(Protocol):
         """Return what a stream says at its end."""
         ...
 
+    def write(self, logprob: TokenLogprob) -> Written:
+        """Write one token's log-probabilities.
+
+        As they come: those of a whole answer would take the event loop seconds in one piece, and
+        several times the memory until then.
+        """
+        ...
+
     def whole(self, choices: Sequence[FinishedChoice], usage: Json) -> Json:
-        """Return the answer in one piece."""
+        """Return the answer in one piece, for `orjson` to join."""
         ...
 
 
@@ -82,7 +95,8 @@ class CompletionFormat:
 
     def chunk(self, index: int, delta: TextDelta) -> Json:
         """Return a piece of text."""
-        choice = self._choice(index, delta.text, delta.logprobs, delta.finish_reason)
+        written = tuple(map(self.write, delta.logprobs))
+        choice = self._choice(index, delta.text, written, delta.finish_reason)
         return {**self._head, "choices": [choice], **self._tail}
 
     def usage_chunk(self, usage: Json) -> Json:
@@ -97,11 +111,16 @@ class CompletionFormat:
         ]
         return {**self._head, "choices": listed, "usage": usage}
 
+    def write(self, logprob: TokenLogprob) -> Written:
+        """Write text, log-probability, alternatives and offset; the token itself is among these."""
+        top = {token.text: token.logprob for token in (*logprob.top, logprob.token)}
+        return (logprob.token.text, logprob.token.logprob, _joined(top), logprob.offset)
+
     def _choice(
         self,
         index: int,
         text: str,
-        logprobs: Sequence[TokenLogprob],
+        logprobs: Sequence[Written],
         finish_reason: FinishReason | None,
     ) -> Json:
         return {
@@ -132,7 +151,7 @@ class ChatFormat:
         choice: Json = {
             "index": index,
             "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(delta.logprobs),
+            "logprobs": self._logprobs(tuple(map(self.write, delta.logprobs))),
             "finish_reason": delta.finish_reason,
         }
         return {**self._head, "choices": [choice], **self._tail}
@@ -154,17 +173,15 @@ class ChatFormat:
         ]
         return {**self._whole_head, "choices": listed, "usage": usage}
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> Json | None:
+    def write(self, logprob: TokenLogprob) -> Written:
+        """Write the token with its alternatives."""
+        top = [_spelled(token) for token in logprob.top]
+        return (_joined({**_spelled(logprob.token), "top_logprobs": top}),)
+
+    def _logprobs(self, logprobs: Sequence[Written]) -> Json | None:
         if not self._wants_logprobs:
             return None
-        content = [
-            {
-                **_spelled(logprob.token),
-                "top_logprobs": [_spelled(token) for token in logprob.top],
-            }
-            for logprob in logprobs
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": [token for (token,) in logprobs], "refusal": None}
 
 
 def _head(head: ResponseHead, kind: str) -> Json:
@@ -177,17 +194,14 @@ def _head(head: ResponseHead, kind: str) -> Json:
     }
 
 
-def _columns(logprobs: Sequence[TokenLogprob]) -> Json:
-    """Completions list each property of all tokens; the chosen token is always among the top."""
-    return {
-        "tokens": [logprob.token.text for logprob in logprobs],
-        "token_logprobs": [logprob.token.logprob for logprob in logprobs],
-        "top_logprobs": [
-            {token.text: token.logprob for token in (*logprob.top, logprob.token)}
-            for logprob in logprobs
-        ],
-        "text_offset": [logprob.offset for logprob in logprobs],
-    }
+def _columns(logprobs: Sequence[Written]) -> Json:
+    """Completions list each property of all tokens."""
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {name: [written[i] for written in logprobs] for i, name in enumerate(names)}
+
+
+def _joined(content: object) -> orjson.Fragment:
+    return orjson.Fragment(orjson.dumps(content))
 
 
 def _spelled(token: SpelledToken) -> Json:

@@ -10,10 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    Tag,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -24,8 +27,9 @@ from tidegate_engine.core.sampling import (
     MAX_PENALTY,
     MAX_REPETITION_PENALTY,
     MAX_TEMPERATURE,
+    MIN_REPETITION_PENALTY,
 )
-from tidegate_engine.server.errors import UNSUPPORTED
+from tidegate_engine.server.errors import UNKNOWN, UNSUPPORTED
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_CHOICES = 128
@@ -33,6 +37,8 @@ MAX_PROMPTS = 128
 MAX_STOPS = 4
 MAX_STOP_LENGTH = 256
 MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_METADATA = 16
 MAX_STOP_TOKENS = 128
 MAX_BIASED_TOKENS = 1024
 _MAX_DIGITS = 10
@@ -97,30 +103,82 @@ def _check_token_names(biases: dict[str, float] | None) -> dict[str, float] | No
     return biases
 
 
+def _at_most(limit: int) -> BeforeValidator:
+    """Count a map's entries before any is looked at: each that is wrong would be an error."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > limit:
+            raise PydanticCustomError("too_long", "has more than {limit} entries", {"limit": limit})
+        return value
+
+    return BeforeValidator(check)
+
+
+def _kind_of_prompt(prompt: object) -> str:
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else None
+    if isinstance(first, str):
+        return "texts"
+    return "token_id_lists" if isinstance(first, list) else "token_ids"
+
+
+def _kind_of_content(content: object) -> str:
+    return "parts" if isinstance(content, list) else "text"
+
+
+# Lists end at their first wrong item, and of a union's branches one is tried: a body of some MiB
+# must not make as many errors.
 Text = Annotated[str, AfterValidator(_check_unicode)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 MaxTokens = Annotated[int, Field(ge=1, lt=1 << 31)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
-Stop = Annotated[
-    str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None, AfterValidator(_check_stop)
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+TokenIdLists = Annotated[
+    list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 ]
-StopTokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS)]
+Prompt = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[TokenIds, Tag("token_ids")]
+    | Annotated[Texts, Tag("texts")]
+    | Annotated[TokenIdLists, Tag("token_id_lists")],
+    Discriminator(_kind_of_prompt),
+]
+Stop = Annotated[
+    str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
+    AfterValidator(_check_stop),
+]
+StopTokenIds = Annotated[
+    list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)
+]
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 LogitBias = Annotated[
     dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
     Field(max_length=MAX_BIASED_TOKENS),
     AfterValidator(_check_token_names),
+    _at_most(MAX_BIASED_TOKENS),
 ]
+Metadata = Annotated[dict[str, str], Field(max_length=MAX_METADATA), _at_most(MAX_METADATA)]
 Nothing = Annotated[Any, _Neutral()]
 Off = Annotated[Any, _Neutral(False)]  # noqa: FBT003 (a value, no flag)
 Empty = Annotated[Any, _Neutral([], {})]
 
 
 class _Body(BaseModel):
-    # Strict, so that "5" or true is no number; extra fields are named in the answer.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    # Strict, so that "5" or true is no number. Unknown fields are let in and refused below: the
+    # first one alone, while "forbid" makes an error of each.
+    model_config = ConfigDict(
+        extra="allow",
+        frozen=True,
+        strict=True,
+        json_schema_extra={"additionalProperties": False},
+    )
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "_Body":
+        for name in self.model_extra or ():
+            raise PydanticCustomError(UNKNOWN, "unknown field", {"param": name})
+        return self
 
 
 class StreamOptions(_Body):
@@ -154,7 +212,9 @@ class GenerationBody(_Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=MAX_REPETITION_PENALTY)] | None = None
+    repetition_penalty: (
+        Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)] | None
+    ) = None
     logit_bias: LogitBias | None = None
     seed: Seed | None = None
     stop: Stop = None
@@ -166,7 +226,7 @@ class GenerationBody(_Body):
 
     # Without influence on the answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> "GenerationBody":
@@ -194,7 +254,7 @@ class GenerationBody(_Body):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: Text | TokenIds | Texts | TokenIdLists
+    prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     echo: Off = None
@@ -217,6 +277,17 @@ class TextPart(_Body):
     text: Text
 
 
+Content = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[
+        list[TextPart],
+        Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),
+        Tag("parts"),
+    ],
+    Discriminator(_kind_of_content),
+]
+
+
 class ChatMessage(_Body):
     """One message of a chat.
 
@@ -225,7 +296,7 @@ class ChatMessage(_Body):
     """
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    content: Content
     name: Nothing = None
     refusal: Nothing = None
     annotations: Empty = None
@@ -244,7 +315,9 @@ class ChatMessage(_Body):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None

@@ -19,8 +19,14 @@ from tidegate_engine.server.errors import ApiError
 from tidegate_engine.server.generation import Generation
 from tidegate_engine.server.generations import Generations
 from tidegate_engine.server.rate_gate import RateGate
-from tidegate_engine.server.render import FinishedChoice, Json, ResponseFormat, usage_of
-from tidegate_engine.server.text import AnswerText, TextDelta, TokenLogprob
+from tidegate_engine.server.render import (
+    FinishedChoice,
+    Json,
+    ResponseFormat,
+    Written,
+    usage_of,
+)
+from tidegate_engine.server.text import AnswerText, TextDelta
 
 T = TypeVar("T")
 Message = MutableMapping[str, Any]
@@ -105,12 +111,12 @@ async def collect(answer: Answer) -> Json:
         ApiError: The generation was ended early.
     """
     pieces: list[list[str]] = [[] for _ in answer.texts]
-    logprobs: list[list[TokenLogprob]] = [[] for _ in answer.texts]
+    logprobs: list[list[Written]] = [[] for _ in answer.texts]
     reasons = [FinishReason.LENGTH for _ in answer.texts]
     async for deltas in answer.deltas():
         for index, delta in deltas:
             pieces[index].append(delta.text)
-            logprobs[index] += delta.logprobs
+            logprobs[index] += map(answer.format.write, delta.logprobs)
             reasons[index] = delta.finish_reason or reasons[index]
     choices = [
         FinishedChoice("".join(text), tuple(tokens), reason)

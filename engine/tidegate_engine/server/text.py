@@ -1,5 +1,6 @@
 """From tokens to the text a client gets: incremental decoding, stop strings, log-probabilities."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -166,16 +167,21 @@ class AnswerText:
     def _release_logprobs(self, *, may_touch: bool) -> tuple[TokenLogprob, ...]:
         """Give out the tokens whose text begins in what is shown.
 
+        A part of a character waits for the rest: that may complete a stop string.
+
         Args:
-            may_touch: Also those that begin where the shown text ends, when nothing is held back
-                behind it: they have no text of their own yet.
+            may_touch: Also those without any text that stand where the shown text ends, when
+                nothing is held back behind it.
         """
-        limit = self._shown
-        if may_touch and self._shown == self._decoded:
-            limit += 1
-        ready = [token for token in self._logprobs if token.offset < limit]
+        may_touch = may_touch and self._shown == self._decoded
+        ready = tuple(
+            itertools.takewhile(
+                lambda one: one.offset < self._shown or (may_touch and not one.token.spelling),
+                self._logprobs,
+            )
+        )
         del self._logprobs[: len(ready)]
-        return tuple(ready)
+        return ready
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -33,6 +33,7 @@ def test_temperature_zero_is_greedy() -> None:
         ("min_p", 1.1),
         ("min_p", math.nan),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-60),
         ("repetition_penalty", 10.1),
         ("repetition_penalty", math.nan),
         ("presence_penalty", -2.1),

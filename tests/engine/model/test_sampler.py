@@ -328,3 +328,20 @@ def test_logits_without_a_finite_maximum_give_no_token_and_harm_no_neighbour(
         logits[1, 40] = broken
     rows = [a_context(p) for p in asked]
     assert sampler.sample(logits, rows, [1, 2, 3]) == [sound[0], None, sound[2]]
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"presence_penalty": 1.0, "logprobs": 2}]
+)
+def test_a_row_whose_tokens_are_all_barred_gets_none_and_harms_no_neighbour(
+    params: dict[str, float],
+) -> None:
+    logits = LOGITS[:3, :64]
+    asked = SamplingParams(seed=7, min_tokens=3, **params)  # type: ignore[arg-type]
+    barred = a_context(asked, stop_token_ids=tuple(range(64)))
+    sound = a_context(asked, stop_token_ids=tuple(range(63)))
+    first, second, third = sampler.sample(logits, [sound, barred, sound], [0, 0, 0])
+    assert second is None
+    assert first is not None
+    assert third is not None
+    assert (first.token_id, third.token_id) == (63, 63)

@@ -170,15 +170,17 @@ def test_choices_are_independent_and_reproducible(engine: RunningEngine) -> None
 
 
 def test_several_prompts_give_their_choices_in_order(engine: RunningEngine) -> None:
-    completions = engine.openai().completions
-    alone = [
-        [choice.text for choice in completions.create(model=MODEL, prompt=p, seed=1, n=2).choices]
-        for p in ("one", "two")
-    ]
-    answer = completions.create(model=MODEL, prompt=["one", "two"], seed=1, n=2)
-    assert [choice.text for choice in answer.choices] == alone[0] + alone[1]
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == 6
+    def texts(*prompts: str) -> list[str]:
+        answer = engine.openai().completions.create(model=MODEL, prompt=list(prompts), seed=1, n=2)
+        assert [choice.index for choice in answer.choices] == list(range(2 * len(prompts)))
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == sum(map(len, prompts))
+        return [choice.text for choice in answer.choices]
+
+    both = texts("one", "two")
+    assert both[:2] == texts("one")
+    assert both[2:] == texts("other", "two")[2:]
+    assert len(set(both)) == 4
 
 
 def test_prompts_may_be_token_ids(engine: RunningEngine) -> None:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from tidegate_engine.server import intake
+from tidegate_engine.server.body import MAX_CONTAINERS
 from tidegate_engine.server.edge import MAX_BODY_BYTES
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import (
@@ -20,6 +21,7 @@ from tidegate_testing.engines import (
     a_served_model,
     key_of,
 )
+from tidegate_testing.raw_requests import ENDLESS
 
 PATH = "/v1/completions"
 BODY = {"model": MODEL, "prompt": "Hello", "max_tokens": 3}
@@ -89,6 +91,35 @@ def test_a_client_names_its_request_and_cancels_it_by_that_name() -> None:
         assert engine.is_idle()
 
 
+def test_requests_of_one_name_are_cancelled_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    with a_running_engine(step_seconds=0.001) as engine:
+        generations = engine.service.generations
+        cancel, running, most = generations.cancel, 0, 0
+
+        async def note_cancel(generation_id: str, *, tenant: str) -> bool:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            was_running = await cancel(generation_id, tenant=tenant)
+            running -= 1
+            return was_running
+
+        monkeypatch.setattr(generations, "cancel", note_cancel)
+        streams = [
+            engine.openai().completions.create(
+                model=MODEL,
+                prompt="Hello",
+                max_tokens=ENDLESS,
+                stream=True,
+                extra_headers={"x-request-id": "job"},
+            )
+            for _ in range(3)
+        ]
+        assert engine.http().delete("/v1/requests/job").status_code == 200
+        assert engine.is_idle()
+        assert most == len(streams)
+
+
 def test_two_requests_may_have_one_name(engine: RunningEngine) -> None:
     answers = [post(engine, headers={**JSON, "x-request-id": "twice"}) for _ in range(2)]
     assert [answer.headers["x-request-id"] for answer in answers] == ["twice", "twice"]
@@ -150,6 +181,22 @@ def test_deeply_nested_json_is_refused_at_once(engine: RunningEngine, content: b
     began = time.monotonic()
     check_error(post(engine, content), 400, "invalid_json")
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("item", [b"{},", b"[],", b'[{"":"["}],'])
+def test_a_body_of_very_many_objects_is_refused_before_it_is_parsed(
+    engine: RunningEngine, item: bytes
+) -> None:
+    content = b'{"prompt": [' + item * (MAX_CONTAINERS + 1) + b"1]}"
+    refused = post(engine, content)
+    check_error(refused, 400, "invalid_json")
+    assert str(MAX_CONTAINERS) in refused.json()["error"]["message"]
+
+
+def test_texts_may_hold_as_many_brackets_as_they_like(engine: RunningEngine) -> None:
+    prompt = '[{"' * MAX_CONTAINERS + "\\"
+    # 65536 tokens fit into the engine.
+    check_error(post(engine, json.dumps({**BODY, "prompt": prompt})), 400, "prompt_too_long")
 
 
 def test_a_body_above_the_limit_is_refused_with_the_limit(engine: RunningEngine) -> None:

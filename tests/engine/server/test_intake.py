@@ -1,9 +1,17 @@
 import asyncio
 
+import pytest
+
 from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.model.bytes_tokenizer import END_TOKEN_ID
 from tidegate_engine.server.caller import Caller
-from tidegate_engine.server.intake import ENCODE_INLINE_CHARS, Intake, take_completion
+from tidegate_engine.server.errors import ApiError
+from tidegate_engine.server.intake import (
+    ENCODE_INLINE_CHARS,
+    MAX_WHOLE_LOGPROBS,
+    Intake,
+    take_completion,
+)
 from tidegate_engine.server.schema import CompletionBody
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_testing.engines import MODEL, HeldTokenizer, a_served_model
@@ -67,6 +75,26 @@ async def test_a_seed_gives_every_choice_another_one_each_time_the_same() -> Non
     assert first == again
     assert first[0] == 4
     assert len(set(first)) == 3
+
+
+async def test_equal_prompts_of_a_request_draw_numbers_of_their_own() -> None:
+    taken = await take(a_served_model(), prompt=["a"] * 3, n=2, seed=4)
+    seeds = [request.sampling.seed for request in taken.requests]
+    assert seeds[0] == 4
+    assert len(set(seeds)) == 6
+
+
+async def test_what_a_whole_answer_may_hold_of_log_probabilities_is_bounded() -> None:
+    model = a_served_model()
+    most = MAX_WHOLE_LOGPROBS // (4 * 16)
+    for fields in ({"logprobs": 15}, {"logprobs": 15, "stream": True}, {}):
+        await take(model, prompt="a", n=4, max_tokens=most, **fields)
+        if fields.get("stream") or not fields:
+            await take(model, prompt="a", n=4, max_tokens=2 * most, **fields)
+    with pytest.raises(ApiError, match=str(MAX_WHOLE_LOGPROBS)) as caught:
+        await take(model, prompt="a", n=4, max_tokens=most + 1, logprobs=15)
+    assert (caught.value.status, caught.value.code) == (400, "too_many_logprobs")
+    assert caught.value.param == "logprobs"
 
 
 async def test_prompts_take_no_thread_from_the_rest_of_the_engine() -> None:

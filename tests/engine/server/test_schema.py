@@ -4,7 +4,10 @@ import json
 import math
 
 import pytest
+from pydantic import ValidationError
 
+from tidegate_engine.server.errors import from_validation
+from tidegate_engine.server.schema import ChatBody, CompletionBody
 from tidegate_testing.engines import MODEL, RunningEngine
 
 COMPLETION: dict[str, object] = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
@@ -87,6 +90,7 @@ def test_an_unknown_field_is_named(engine: RunningEngine, path: str) -> None:
         ("presence_penalty", -2.5),
         ("presence_penalty", math.nan),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-60),
         ("repetition_penalty", 11),
         ("min_tokens", -1),
         ("min_tokens", True),
@@ -214,6 +218,73 @@ def test_a_body_that_is_not_json_is_refused(engine: RunningEngine, content: byte
 def test_what_asks_for_nothing_is_accepted(engine: RunningEngine, field: dict[str, object]) -> None:
     answer = engine.http().post(CHATS, json={**CHAT, **field})
     assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("name", ["str", "list[x", "function-after[x", "prompt.text"])
+def test_an_unknown_field_is_named_whatever_it_is_called(engine: RunningEngine, name: str) -> None:
+    refuses(engine, COMPLETIONS, {**COMPLETION, name: 1}, param=name, code="unknown_field")
+    message = {**MESSAGE, name: 1}
+    param = f"messages.0.{name}"
+    refuses(engine, CHATS, {**CHAT, "messages": [message]}, param=param, code="unknown_field")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"metadata": {"str": 1}}, "metadata.str"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"stop": ["a", 5]}, "stop.1"),
+        ({"stop": 5}, "stop"),
+        ({"prompt": [[1], [2, "x"]]}, "prompt.1.1"),
+        ({"prompt": ["a", 5]}, "prompt.1"),
+        ({"prompt": [5, "a"]}, "prompt.1"),
+        ({"prompt": [[]]}, "prompt.0"),
+    ],
+)
+def test_the_place_of_a_mistake_is_named_without_the_kind_of_its_field(
+    engine: RunningEngine, fields: dict[str, object], param: str
+) -> None:
+    refuses(engine, COMPLETIONS, {**COMPLETION, **fields}, param=param, code="invalid_value")
+
+
+MANY_ITEMS = 20_000
+
+
+def filled(before: bytes, item: bytes, after: bytes) -> bytes:
+    """Build a body of many items, numbered where they say `%d`."""
+    items = (item.replace(b"%d", b"%d" % i) for i in range(MANY_ITEMS))
+    return before + b",".join(items) + after
+
+
+CONTENT = b'{"model":"m","messages":[{"role":"user","content":['
+PROMPT = b'{"model":"m","prompt":'
+
+
+@pytest.mark.parametrize(
+    ("shape", "body"),
+    [
+        (ChatBody, filled(CONTENT, b"{}", b"]}]}")),
+        (ChatBody, filled(CONTENT, b'"x"', b"]}]}")),
+        (ChatBody, filled(CONTENT + b"{", b'"k%d":1', b"}]}]}")),
+        (ChatBody, filled(b'{"model":"m","messages":[', b"1", b"]}")),
+        (CompletionBody, filled(PROMPT + b"[", b"[]", b"]}")),
+        (CompletionBody, filled(PROMPT + b"[1,", b'"x"', b"]}")),
+        (CompletionBody, filled(PROMPT + b'["x",', b"1", b"]}")),
+        (CompletionBody, filled(PROMPT + b'"x",', b'"k%d":1', b"}")),
+        (CompletionBody, filled(PROMPT + b'"x","metadata":{', b'"k%d":1', b"}}")),
+        (CompletionBody, filled(PROMPT + b'"x","logit_bias":{', b'"k%d":"x"', b"}}")),
+        (CompletionBody, filled(PROMPT + b'"x","stop":[', b"1", b"]}")),
+        (CompletionBody, filled(PROMPT + b'"x","stop_token_ids":[', b'"x"', b"]}")),
+    ],
+    ids=lambda value: value[:60].decode() if isinstance(value, bytes) else "",
+)
+def test_a_large_body_of_mistakes_makes_few_errors(
+    shape: type[ChatBody | CompletionBody], body: bytes
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        shape.model_validate_json(body)
+    assert caught.value.error_count() <= 4
+    assert from_validation(caught.value).status == 400
 
 
 def refuses(

@@ -1,6 +1,8 @@
 """Who reads slowly is waited for; who reads nothing costs little, and not for long."""
 
+import asyncio
 import contextlib
+import math
 import socket
 import time
 
@@ -10,9 +12,9 @@ import pytest
 from tidegate_engine.core.plan import SampledToken
 from tidegate_engine.core.request import TokenOutput
 from tidegate_engine.server.connections import listen
-from tidegate_engine.server.generation import Choice, Generation
+from tidegate_engine.server.generation import LEAST_UNREAD_TOKENS, Choice, Generation
 from tidegate_testing.cluster import eventually
-from tidegate_testing.engines import RunningEngine, a_keyed_tenant, a_running_engine
+from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine
 from tidegate_testing.policies import a_snapshot
 from tidegate_testing.raw_requests import a_completion, a_raw_request, connect, read_events
 
@@ -92,6 +94,46 @@ def test_what_is_left_unread_is_bounded_with_its_logprobs() -> None:
         generation.put(0, TokenOutput("one.0", token))
         num_taken += 1
     assert num_taken == 1000 // 20
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_many_choices_at_once_are_no_slow_reader(*, stream: bool) -> None:
+    with a_running_engine(max_unread_events=1) as engine:
+        body = {
+            "model": MODEL,
+            "prompt": "Hello",
+            "n": 16,
+            "max_tokens": LEAST_UNREAD_TOKENS - 1,
+            "stream": stream,
+        }
+        answer = engine.http().post("/v1/completions", json=body)
+        assert answer.status_code == 200
+        assert "slow_reader" not in answer.text
+        assert answer.text.count('"finish_reason":"length"') == 16
+
+
+def test_nobody_reads_a_whole_answer_slowly() -> None:
+    with a_running_engine(max_unread_events=1) as engine:
+        body = {"model": MODEL, "prompt": "Hello", "n": 16, "max_tokens": MANY // 16}
+        assert engine.http().post("/v1/completions", json=body).status_code == 200
+
+
+async def test_log_probabilities_that_were_left_unread_come_a_piece_at_a_time() -> None:
+    generation = Generation("one", tenant="acme", arrived_at=0.0, max_unread_events=math.inf)
+    token = SampledToken(1, -0.1, tuple((i, -0.1) for i in range(20)))
+    for _ in range(100):
+        generation.put(0, TokenOutput("one.0", token))
+    sizes = [len(outputs) async for outputs in generation.outputs()]
+    assert sizes == [49, 49, 2]  # 49 * 21 events are the first to be 1024
+
+
+async def test_others_get_their_turn_between_the_pieces() -> None:
+    generation = Generation("one", tenant="acme", arrived_at=0.0, max_unread_events=math.inf)
+    for _ in range(600):
+        generation.put(0, TokenOutput("one.0", SampledToken(1)))
+    others_turn = asyncio.Event()
+    asyncio.get_running_loop().call_soon(others_turn.set)
+    assert [others_turn.is_set() async for _ in generation.outputs()] == [False, True, True]
 
 
 async def test_what_was_left_unread_is_rendered_a_piece_at_a_time() -> None:

@@ -167,6 +167,22 @@ def test_no_piece_of_an_answer_breaks_a_character(text: str, stops: list[str]) -
     assert spelled.decode() == (text[: min(ends)[1]] if ends else text)
 
 
+def test_nor_has_a_part_of_the_stop_strings_first_character() -> None:
+    deltas = push_all(an_answer("é"), outputs("aé"))
+    assert "".join(delta.text for delta in deltas) == "a"
+    assert [one.token.spelling for delta in deltas for one in delta.logprobs] == [b"a"]
+
+
+def test_the_parts_of_a_character_come_with_it_or_with_the_end() -> None:
+    deltas = push_all(an_answer(), outputs("é"))
+    assert [len(delta.logprobs) for delta in deltas] == [0, 2]
+    cut = outputs("aé")[:2]
+    end = TokenOutput("r", None, FinishReason.LENGTH)
+    deltas = push_all(an_answer(), [*cut, end])
+    assert [delta.text for delta in deltas] == ["a", "", "\ufffd"]
+    assert [one.token.spelling for one in deltas[2].logprobs] == [b"\xc3"]
+
+
 def test_a_part_of_a_character_is_spelled_by_its_bytes() -> None:
     whole, part = SpelledToken("é".encode(), -1.0), SpelledToken(b"\xe2\x82", -1.0)
     assert (whole.text, part.text) == ("é", r"bytes:\xe2\x82")
