@@ -1,3 +1,8 @@
+import re
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -5,7 +10,7 @@ from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.events import CancelCause, CancelKey, EngineStats
-from tidegate_engine.metrics import EngineMetrics
+from tidegate_engine.metrics import EngineMetrics, Scrape
 from tidegate_engine.policy_board import PolicyInForce
 from tidegate_engine.server.schema import DEFAULT_COMPLETION_TOKENS
 from tidegate_policies.snapshot import UNKNOWN_TENANT, PreemptionMode, PreemptionRule
@@ -20,20 +25,29 @@ def tokens(engine: RunningEngine, tenant: str, kind: str) -> float | None:
     return engine.sample("tidegate_tokens_total", tenant=tenant, kind=kind)
 
 
+def stats_of(
+    *,
+    step_costs: ExecutorCosts | None = None,
+    cancelled: dict[CancelKey, int] | None = None,
+) -> EngineStats:
+    """Count an engine that is idle."""
+    scheduler = Scheduler(num_blocks=64, block_size=16, limits=EngineLimits())
+    return EngineStats(
+        scheduler=scheduler.stats(),
+        cancelled=cancelled or {},
+        tokens_after_cancel=0,
+        step_costs=step_costs or ExecutorCosts(),
+    )
+
+
 def rendered(
     *,
     step_costs: ExecutorCosts | None = None,
     cancelled: dict[CancelKey, int] | None = None,
 ) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Scrape an engine that has nothing but this to show."""
-    scheduler = Scheduler(num_blocks=64, block_size=16, limits=EngineLimits())
-    stats = EngineStats(
-        scheduler=scheduler.stats(),
-        cancelled=cancelled or {},
-        tokens_after_cancel=0,
-        step_costs=step_costs or ExecutorCosts(),
-    )
-    text = EngineMetrics(POOL).render(stats, rates_are_alone=False).decode()
+    stats = stats_of(step_costs=step_costs, cancelled=cancelled)
+    text = EngineMetrics(POOL).scrape(stats, rates_are_alone=False).render().decode()
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -198,13 +212,59 @@ def test_series_exist_without_traffic_and_follow_the_policy() -> None:
 def test_tenants_have_few_buckets() -> None:
     policy = a_snapshot(a_keyed_tenant("acme"))
     with a_running_engine(policy) as engine:
+        engine.openai().completions.create(model=MODEL, prompt="Hello", max_tokens=1)
+        samples = engine.samples()
         for name in TENANT_HISTOGRAMS:
             buckets = [
                 labels
-                for sample, labels in engine.samples()
+                for sample, labels in samples
                 if sample == f"tidegate_{name}_seconds_bucket" and ("tenant", "acme") in labels
             ]
             assert 1 < len(buckets) <= 8
+
+
+def test_a_tenant_without_traffic_takes_few_lines() -> None:
+    metrics = EngineMetrics(POOL)
+    tenants = [f"tenant-{number}" for number in range(50)]
+    policy = a_snapshot(*(a_keyed_tenant(name) for name in tenants))
+    metrics.use_policy(PolicyInForce(snapshot=policy, revision=1, digest="", step=1, at=0.0))
+    observed = metrics.latencies("tenant-7")
+    assert observed is not None
+    observed.queue.observe(1)
+    lines = metrics.scrape(stats_of(), rates_are_alone=False).render().decode().splitlines()
+    counts = Counter(re.findall(r'tenant="([^"]*)"', "\n".join(lines)))
+    assert set(counts) == {*tenants, UNKNOWN_TENANT}
+    assert counts["tenant-7"] > 2 * counts["tenant-8"]
+    assert counts["tenant-8"] <= 16
+
+
+def test_a_scrape_shows_the_moment_in_which_it_was_taken() -> None:
+    metrics = EngineMetrics(POOL)
+    before = metrics.scrape(stats_of(), rates_are_alone=False)
+    metrics.count_refusal(UNKNOWN_TENANT, "shed")
+    after = metrics.scrape(stats_of(), rates_are_alone=False)
+    assert b'reason="shed"' not in before.render()
+    assert b'reason="shed"' in after.render()
+
+
+def test_while_metrics_are_written_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, released = threading.Event(), threading.Event()
+    render = Scrape.render
+
+    def render_later(scrape: Scrape) -> bytes:
+        begun.set()
+        assert released.wait(timeout=10)
+        return render(scrape)
+
+    monkeypatch.setattr(Scrape, "render", render_later)
+    with a_running_engine() as engine, ThreadPoolExecutor() as scrapers:
+        answer = scrapers.submit(engine.http().get, "/metrics")
+        try:
+            assert begun.wait(timeout=10)
+            assert engine.http().get("/healthz", timeout=5).status_code == 200
+        finally:
+            released.set()
+        assert "tidegate_kv_blocks" in answer.result().text
 
 
 def test_a_tenant_that_is_gone_is_not_observed() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Generic, TypeVar
@@ -12,7 +12,6 @@ from fastapi import Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
-from tidegate_engine.bridge import engine_stats
 from tidegate_engine.fleet.rates import Reservation
 from tidegate_engine.server.answers import (
     Alive,
@@ -46,14 +45,12 @@ from tidegate_engine.server.request_id import is_named
 from tidegate_engine.server.schema import ChatBody, CompletionBody, GenerationBody
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_engine.server.service import Service
+from tidegate_engine.server.shared_call import SharedCall
 from tidegate_engine.server.stream import Answer, EventStream, collect, unless_disconnected
 from tidegate_engine.server.text import AnswerText
-from tidegate_policies.snapshot import StopPolicy
+from tidegate_policies.snapshot import UNKNOWN_TENANT, StopPolicy
 
 _Body = TypeVar("_Body", bound=GenerationBody)
-
-SCRAPE_PATIENCE_SECONDS = 2.0
-"""How long a scrape waits for the step in flight; then it gets the last count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +115,13 @@ def _add_requests(app: FastAPI, service: Service) -> None:
 
     @app.delete("/v1/requests/{request_id}", responses=answers(Cancelled, 400, 401, 404, 503))
     async def cancel(request_id: str, caller: Annotated[Caller, Depends(identify)]) -> Response:
-        named = [i for i in service.generations.running_ids if is_named(i, request_id)]
+        # Strangers share a tenant: only the id, which can't be guessed, tells whose a request is.
+        goes_by_name = caller.tenant != UNKNOWN_TENANT
+        named = [
+            running_id
+            for running_id in service.generations.running_ids
+            if running_id == request_id or (goes_by_name and is_named(running_id, request_id))
+        ]
         cancel_one = partial(service.generations.cancel, tenant=caller.tenant)
         if not any(await asyncio.gather(*map(cancel_one, named))):
             raise ApiError(
@@ -157,11 +160,17 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         content = {"ready": not lacking, "lacking": lacking}
         return JsonResponse(content, status_code=503 if lacking else 200)
 
+    async def render_metrics() -> bytes:
+        stats = await service.count()
+        scrape = service.metrics.scrape(stats, rates_are_alone=service.rate_gate.is_alone)
+        # Not in the event loop, where everything else would stand still meanwhile.
+        return await asyncio.to_thread(scrape.render)
+
+    shared_scrape = SharedCall(render_metrics)
+
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        stats = await engine_stats(service.engine, patience_seconds=SCRAPE_PATIENCE_SECONDS)
-        body = service.metrics.render(stats, rates_are_alone=service.rate_gate.is_alone)
-        return Response(body, headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await shared_scrape(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 def _what_readiness_lacks(service: Service) -> Sequence[str]:
@@ -186,7 +195,8 @@ def _noting_refusals(service: Service, caller: Caller) -> Iterator[None]:
 def _check_servable(service: Service, caller: Caller) -> None:
     """Refuse before the body is read and the prompt encoded: that is the expensive part.
 
-    The queue is that of the last count, about a second old; a retry is told to come no sooner.
+    The queue is that of the last count, about a second old; a retry is told to come no sooner, and
+    is judged by a newer one, whether or not others count meanwhile.
     """
     if service.generations.is_draining:
         raise EngineDrainingError
@@ -194,6 +204,7 @@ def _check_servable(service: Service, caller: Caller) -> None:
     if rule is not None and rule.stop in {StopPolicy.DRAIN, StopPolicy.CANCEL}:
         raise TenantStoppedError
     if service.engine.last_stats.scheduler.waiting >= service.max_waiting:
+        service.count.begin()
         raise QueueFullError(service.max_waiting)
 
 
@@ -220,8 +231,7 @@ async def _generate(
 ) -> Response:
     with _noting_refusals(service, caller):
         _check_servable(service, caller)
-    body = await read_body(request, endpoint.shape)
-    with _noting_refusals(service, caller):
+        body = await read_body(request, endpoint.shape)
         _check_model(service.model, body.model)
         intake = await unless_disconnected(
             endpoint.take(body, caller, service.model),
@@ -254,7 +264,7 @@ def _begin(
     reservation: Reservation,
     answer_format: ResponseFormat,
 ) -> Answer:
-    """Hand the requests to the engine.
+    """Hand the requests to the engine, last of all: what fails before leaves nothing behind.
 
     Raises:
         ApiError: They were refused.
@@ -265,32 +275,32 @@ def _begin(
         arrived_at=caller.arrived_at,
         max_unread_events=_most_unread(service, body, intake),
     )
-    try:
-        service.generations.begin(generation, intake.requests)
-    except EngineDrainingError:
-        service.rate_gate.settle(reservation, computed_tokens=0, outputs=())
-        raise
     tokenizer = service.model.tokenizer
-    return Answer(
-        generation=generation,
-        generations=service.generations,
-        texts=tuple(
-            AnswerText(
-                tokenizer,
-                stops=intake.stops,
-                stop_token_ids=engine_request.stop_token_ids,
-                min_tokens=engine_request.sampling.min_tokens,
-            )
-            for engine_request in intake.requests
-        ),
-        choices_per_prompt=body.n,
-        prompt_lengths=tuple(len(one.prompt_ids) for one in intake.requests),
-        rate_gate=service.rate_gate,
-        reservation=reservation,
-        format=answer_format,
-        includes_usage=body.includes_usage,
-        cancel_on_disconnect=_ends_with_client(service, caller),
-    )
+    with ExitStack() as unless_begun:
+        unless_begun.callback(service.rate_gate.settle, reservation, computed_tokens=0, outputs=())
+        answer = Answer(
+            generation=generation,
+            generations=service.generations,
+            texts=tuple(
+                AnswerText(
+                    tokenizer,
+                    stops=intake.stops,
+                    stop_token_ids=engine_request.stop_token_ids,
+                    min_tokens=engine_request.sampling.min_tokens,
+                )
+                for engine_request in intake.requests
+            ),
+            choices_per_prompt=body.n,
+            prompt_lengths=tuple(len(one.prompt_ids) for one in intake.requests),
+            rate_gate=service.rate_gate,
+            reservation=reservation,
+            format=answer_format,
+            includes_usage=body.includes_usage,
+            cancel_on_disconnect=_ends_with_client(service, caller),
+        )
+        service.generations.begin(generation, intake.requests)
+        unless_begun.pop_all()
+    return answer
 
 
 def _most_unread(service: Service, body: GenerationBody, intake: Intake) -> float:

@@ -20,11 +20,23 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 """Larger bodies are refused: no prompt that fits a model is that long."""
 
 
+class _EdgedApp(FastAPI):
+    """An application behind an `Edge`."""
+
+    def __init__(self, title: str, clock: Callable[[], float]) -> None:
+        # No documentation pages: they would load scripts from elsewhere.
+        super().__init__(title=title, docs_url=None, redoc_url=None, redirect_slashes=False)
+        self._clock = clock
+
+    def build_middleware_stack(self) -> ASGIApp:
+        # Outside everything: the framework's own middlewares stand inside that which answers when
+        # the server itself is wrong, and that answer has to be found again most of all.
+        return Edge(super().build_middleware_stack(), clock=self._clock)
+
+
 def edged_app(title: str, clock: Callable[[], float]) -> FastAPI:
     """Return an application without routes, behind an `Edge`, whose errors are OpenAI objects."""
-    # No documentation pages: they would load scripts from elsewhere.
-    app = FastAPI(title=title, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.add_middleware(Edge, clock=clock)
+    app = _EdgedApp(title, clock)
     app.add_exception_handler(ApiError, answer_api_error)
     app.add_exception_handler(HTTPException, answer_http_exception)
     app.add_exception_handler(Exception, answer_defect)

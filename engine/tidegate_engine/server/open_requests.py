@@ -5,7 +5,6 @@ from collections import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidegate_engine.server.errors import ApiError
-from tidegate_engine.server.json_response import JsonResponse
 
 
 class EngineOverloadedError(ApiError):
@@ -18,6 +17,11 @@ class EngineOverloadedError(ApiError):
             "This engine has as many requests open as it may.",
             retry_after_seconds=1,
         )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The response headers; closing spares us the body, or the rest of it, on its way."""
+        return {**super().headers, "connection": "close"}
 
 
 class OpenBodies:
@@ -58,7 +62,8 @@ class OpenBodies:
 class OpenRequests:
     """Refuses requests while too many are open, before anything of their bodies is read.
 
-    Only those that carry a body, as generations do, count and are refused. Bytes of bodies count
+    Only those that carry a body, as generations do, count and are refused: by the application, once
+    it knows whose they are and wants to read them, so that it can tell of it. Bytes of bodies count
     when they have come, not when they are announced, for the tenant that the application names in
     `request.state.tenant`, and until the answer ends.
     """
@@ -75,11 +80,7 @@ class OpenRequests:
             await self._app(scope, receive, send)
             return
         if self._num_open >= self._max_requests:
-            error = EngineOverloadedError()
-            # Closing spares us the body that is on its way.
-            headers = {**error.headers, "connection": "close"}
-            answer = JsonResponse(error.body(), status_code=error.status, headers=headers)
-            await answer(scope, receive, send)
+            await self._app(scope, _refuse, send)
             return
         self._num_open += 1
         try:
@@ -104,3 +105,7 @@ class OpenRequests:
         finally:
             for owner, num_bytes in held.items():
                 self._bodies.release(owner, num_bytes)
+
+
+async def _refuse() -> Message:
+    raise EngineOverloadedError

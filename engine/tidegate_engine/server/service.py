@@ -5,10 +5,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 
-from tidegate_engine.bridge import EngineBridge
+from tidegate_engine.bridge import EngineBridge, engine_stats
 from tidegate_engine.core.step_scheduler import StepScheduler
-from tidegate_engine.events import Refused
+from tidegate_engine.events import EngineStats, Refused
 from tidegate_engine.executor.base import Executor
 from tidegate_engine.fleet.rates import FleetRates
 from tidegate_engine.loop import EngineLoop
@@ -20,6 +21,10 @@ from tidegate_engine.server.generations import Generations
 from tidegate_engine.server.identity import Identities
 from tidegate_engine.server.rate_gate import RateGate
 from tidegate_engine.server.served_model import ServedModel
+from tidegate_engine.server.shared_call import SharedCall
+
+COUNT_PATIENCE_SECONDS = 2.0
+"""How long who counts waits for the step in flight; then the last count has to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +32,7 @@ class Service:
     """What the API serves with.
 
     Attributes:
+        count: What is in the engine, at the next step boundary or as of the last count.
         max_waiting: Most requests queued in the engine.
         max_unread_events: Tokens of one generation that its client may leave unread.
         stopped: Set when the engine's thread has ended.
@@ -35,6 +41,7 @@ class Service:
     """
 
     engine: EngineLoop
+    count: SharedCall[EngineStats]
     generations: Generations
     identities: Identities
     rate_gate: RateGate
@@ -90,6 +97,7 @@ def assemble(
     decisions = DecisionRing()
     service = Service(
         engine=engine,
+        count=SharedCall(partial(engine_stats, engine, patience_seconds=COUNT_PATIENCE_SECONDS)),
         generations=Generations(engine=engine, metrics=metrics),
         identities=Identities(),
         rate_gate=RateGate(rates),
