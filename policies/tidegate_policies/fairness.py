@@ -39,6 +39,10 @@ class _Members:
     left_last: float = 0.0
     elsewhere: dict[str, None] = field(default_factory=dict)
 
+    def has(self, tenant: str) -> bool:
+        """Tell whether a tenant wants service here."""
+        return tenant in self.active or tenant in self.suspended
+
 
 class VirtualTokenCounters:
     """The service that each tenant has received, divided by its weight.
@@ -86,11 +90,18 @@ class VirtualTokenCounters:
         self.readmit(tenant, group)
 
     def note_elsewhere(self, active: Iterable[tuple[str, Group]]) -> None:
-        """Know who wants service of other engines; whoever isn't named any more doesn't."""
+        """Know who wants service of other engines; whoever isn't named any more doesn't.
+
+        Whoever begins to is a newcomer here, too, and lifted: else it would pull others down.
+        """
+        before = {group: members.elsewhere for group, members in self._groups.items()}
         for members in self._groups.values():
             members.elsewhere = {}
         for tenant, group in active:
-            self._groups.setdefault(group, _Members()).elsewhere[tenant] = None
+            members = self._groups.setdefault(group, _Members())
+            if tenant not in before.get(group, ()) and not members.has(tenant):
+                self._counter[tenant] = max(self.value(tenant), self._floor(members))
+            members.elsewhere[tenant] = None
 
     def leave(self, tenant: str, group: Group) -> None:
         """Remember with which counter `tenant` has become inactive in the group."""

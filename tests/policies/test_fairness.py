@@ -148,6 +148,7 @@ def test_a_newcomer_is_lifted_to_who_wants_service_elsewhere() -> None:
 def test_who_wants_service_elsewhere_is_no_newcomer_here() -> None:
     counters = VirtualTokenCounters()
     counters.join("here", TIER)
+    counters.note_elsewhere([("spread", TIER)])
     counters.charge("here", 900, weight=1)
     counters.charge("spread", 100, weight=1)
     counters.note_elsewhere([("spread", TIER)])
@@ -162,3 +163,12 @@ def test_who_is_not_named_any_more_wants_nothing_elsewhere() -> None:
     counters.note_elsewhere([])
     counters.join("new", TIER)
     assert counters.value("new") == 0
+
+
+def test_who_begins_to_want_service_elsewhere_pulls_nobody_down() -> None:
+    counters = VirtualTokenCounters()
+    counters.join("old", TIER)
+    counters.charge("old", 900, weight=1)
+    counters.note_elsewhere([("light", TIER)])
+    counters.join("new", TIER)
+    assert counters.value("new") == 900

@@ -60,8 +60,7 @@ def service_of(engine: Simulation, tenant: str) -> float:
 
 
 def has_work(engine: Simulation, tenant: str) -> bool:
-    stats = engine.scheduler.stats().tenants[tenant]
-    return stats.running + stats.waiting + stats.swapped > 0
+    return engine.scheduler.stats().tenants[tenant].competes
 
 
 @pytest.mark.parametrize(("weight", "share"), [(100, 0.5), (300, 0.75)])

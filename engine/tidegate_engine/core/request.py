@@ -104,6 +104,7 @@ class TenantStats:
         service: Charged service, in cost units.
         virtual_counter: Service divided by weight, lifted when the tenant (re)joined.
         expired: Requests dropped for a time limit.
+        competes: Whether it wants service, and neither its own limits nor a hold keep it back.
         preemptions: By cause and mode; `preempted` is their sum.
     """
 
@@ -122,6 +123,7 @@ class TenantStats:
     cancelled: int = 0
     expired: int = 0
     finished: int = 0
+    competes: bool = False
     preemptions: Mapping[PreemptionKey, int] = field(default_factory=dict)
 
 

@@ -42,6 +42,7 @@ def _describe_tenant(tenant: Tenant, memory: KvMemory) -> TenantStats:
         kv_used_blocks=memory.ledger.used(tenant.name),
         kv_borrowed_blocks=memory.ledger.borrowed(tenant.name),
         virtual_counter=tenant.counters.value(tenant.name),
+        competes=tenant.is_active and not (tenant.is_parked or tenant.is_held),
         **_grown(tenant.totals),
     )
 

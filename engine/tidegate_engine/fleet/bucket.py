@@ -48,7 +48,6 @@ class LocalBucket:
         self._held = 0.0
         self._spent = 0.0
         self._is_used = False
-        self._num_engines = 1
         self._filled_at = 0.0
         self._asking = asyncio.Lock()
 
@@ -95,7 +94,7 @@ class LocalBucket:
 
     def _required_alone(self, amount: float) -> float:
         """Return what has to be there: what is beyond the part of the depth passes at its half."""
-        most = self.limit.depth / self._num_engines
+        most = self.limit.depth / self._store.num_engines
         return amount if amount <= most else most / 2
 
     async def _lease(self, amount: float) -> float:
@@ -107,7 +106,7 @@ class LocalBucket:
                 return 0.0
         if self.is_alone:
             lacking = self._required_alone(amount) - self.unspent
-            wait = lacking * 60 * self._num_engines / self.limit.per_minute
+            wait = lacking * 60 * self._store.num_engines / self.limit.per_minute
         return max(wait, _LEAST_WAIT_SECONDS)
 
     async def _ask(
@@ -139,7 +138,6 @@ class LocalBucket:
             return 0.0
         self.is_alone = False
         self._held = lease.held
-        self._num_engines = max(1, lease.num_engines)
         return lease.wait_seconds
 
     def _go_alone(self) -> None:
@@ -151,8 +149,8 @@ class LocalBucket:
     def _fill_up(self) -> None:
         """Add this engine's part of what has flown in since Redis couldn't be asked."""
         now = self._clock()
-        part = self.limit.per_minute / 60 / self._num_engines
-        most = self.limit.depth / self._num_engines
+        part = self.limit.per_minute / 60 / self._store.num_engines
+        most = self.limit.depth / self._store.num_engines
         added = min(part * (now - self._filled_at), max(0.0, most - self.unspent))
         self._held += added
         self._filled_at = now

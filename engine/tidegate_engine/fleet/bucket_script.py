@@ -116,17 +116,19 @@ class Lease:
         granted: What was leased anew; 0 when it wasn't there.
         held: What the engine holds now, as Redis knows it.
         wait_seconds: When what was needed will be there; 0 when it was granted.
-        num_engines: Engines of the pool that were heard of lately.
     """
 
     granted: float
     held: float
     wait_seconds: float
-    num_engines: int
 
 
 class BucketStore:
-    """The buckets of one pool in Redis, as one engine sees them."""
+    """The buckets of one pool in Redis, as one engine sees them.
+
+    Attributes:
+        num_engines: Of the pool, as far as any of them was heard of lately.
+    """
 
     def __init__(
         self, redis: Redis, *, pool: str, engine: str, expiry_seconds: float, script: str = LEASE
@@ -141,6 +143,7 @@ class BucketStore:
             script: What is run.
         """
         self._pool = pool
+        self.num_engines = 1
         self._engine = engine
         self._expiry_seconds = expiry_seconds
         self._lease = redis.register_script(script)
@@ -187,4 +190,5 @@ class BucketStore:
             ],
         )
         granted, held, wait, num_engines = answer
-        return Lease(float(granted), float(held), float(wait), int(num_engines))
+        self.num_engines = max(1, int(num_engines))
+        return Lease(float(granted), float(held), float(wait))

@@ -18,7 +18,7 @@ EXCHANGE_SECONDS = 1.0
 """How often engines tell each other."""
 
 ACTIVE_SECONDS = 3.5
-"""A tenant whose engine was silent for so long has no work there."""
+"""A tenant whose engine was silent for so long wants no service there."""
 
 _EXCHANGE = """
 local sums, active = KEYS[1], KEYS[2]
@@ -41,7 +41,7 @@ return {redis.call('HGETALL', sums), redis.call('ZRANGE', active, 0, -1)}
 """
 
 Listener = Callable[[Mapping[str, float], Sequence[str]], object]
-"""Told what others gave since the last time, by tenant in cost units, and who has work there."""
+"""Told what others gave since the last time, by tenant in cost units, and who competes there."""
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +86,7 @@ class ServiceExchange:
             except (RedisError, OSError) as error:
                 if not self._is_failing:
                     _log.warning("service of other engines is not known: %s", error)
+                    self._listener({}, [])  # who competes elsewhere may do so no more
                 self._is_failing = True
             else:
                 self._is_failing = False
@@ -98,7 +99,7 @@ class ServiceExchange:
             RedisError: Redis can't be asked; what was to be told is told the next time.
         """
         stats = self._served()
-        active = dict.fromkeys(name for name, tenant in stats.items() if _has_work(tenant))
+        active = dict.fromkeys(name for name, tenant in stats.items() if tenant.competes)
         growth = self._growth(stats)
         told = {
             "service": growth,
@@ -138,7 +139,3 @@ class ServiceExchange:
         service = {name: cost for name, cost in grown.items() if cost > 0}
         active = dict.fromkeys(tenant for engine, tenant in working if engine != self._engine)
         self._listener(service, list(active))
-
-
-def _has_work(stats: TenantStats) -> bool:
-    return stats.running + stats.waiting + stats.swapped > 0

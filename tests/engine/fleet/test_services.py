@@ -1,5 +1,6 @@
 """Engines tell each other through real Redis whom they served."""
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from itertools import count
 
@@ -33,7 +34,9 @@ class Engine:
 
     def serve(self, tenant: str, service: float, *, waiting: int = 1) -> None:
         before = self.stats.get(tenant, TenantStats()).service
-        self.stats[tenant] = TenantStats(service=before + service, waiting=waiting)
+        self.stats[tenant] = TenantStats(
+            service=before + service, waiting=waiting, competes=waiting > 0
+        )
 
     def _hear(self, service: Mapping[str, float], active: Sequence[str]) -> None:
         for name, cost in service.items():
@@ -114,3 +117,19 @@ async def test_an_emptied_redis_costs_nobody_anything(redis: Redis) -> None:
     one.serve("acme", 2)
     await exchange(engines)
     assert (one.heard, other.heard) == ({}, {"acme": 12})
+
+
+async def test_without_redis_nobody_counts_as_competing_elsewhere(redis: Redis) -> None:
+    one, other = engines = await a_fleet(redis, 2)
+    other.serve("acme", 1)
+    await exchange(engines)
+    assert one.active == ["acme"]
+    lost = Redis.from_url("redis://127.0.0.1:1")
+    cut_off = Engine(lost, "services/nowhere", "cut-off")
+    cut_off.active = ["acme"]
+    running = asyncio.create_task(cut_off.exchange.run())
+    while cut_off.active:
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait({running})
+    await lost.aclose()
