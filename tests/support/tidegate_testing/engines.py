@@ -206,10 +206,12 @@ def a_running_engine(
     listener: socket.socket | None = None,
     http_options: Mapping[str, Any] | None = None,
     redis_url: str = NO_REDIS,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[RunningEngine]:
     """Serve from a thread until the block ends; `policy` is in force when it begins.
 
-    `http_options` are those of `HttpServer`. Redis is asked for rate limits alone.
+    `http_options` are those of `HttpServer`. Redis is asked for rate limits alone. `clock` is what
+    the engine judges time limits by.
     """
     gate = StepGate()
     used = executor or a_paced_executor(
@@ -231,7 +233,7 @@ def a_running_engine(
             executor=used,
             model=model or a_served_model(),
             rates=rates_of(redis),
-            clock=time.monotonic,
+            clock=clock,
             max_waiting=max_waiting,
             max_unread_events=max_unread_events,
         )
