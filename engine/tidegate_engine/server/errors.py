@@ -46,6 +46,7 @@ _VALIDATION_CODES = {
     UNKNOWN: UNKNOWN,
     UNSUPPORTED: UNSUPPORTED,
 }
+_MAX_PARAM_LENGTH = 200  # of what a client may have named itself, at any length
 _UNIONS = {"content", "prompt", "stop"}
 """Fields in whose errors' places the name of a branch follows; no field of theirs has a name."""
 
@@ -279,7 +280,7 @@ def from_validation(error: ValidationError) -> ApiError:
     path = _path(first)
     if "param" in context:
         path.append(context["param"])
-    param = ".".join(path) if path else None
+    param = ".".join(path)[:_MAX_PARAM_LENGTH] if path else None
     if code == UNKNOWN:
         message = f"Unknown field: {param}."
     else:

@@ -112,8 +112,14 @@ class CompletionFormat:
         return {**self._head, "choices": listed, "usage": usage}
 
     def write(self, logprob: TokenLogprob) -> Written:
-        """Write text, log-probability, alternatives and offset; the token itself is among these."""
-        top = {token.text: token.logprob for token in (*logprob.top, logprob.token)}
+        """Write text, log-probability, alternatives and offset; the token itself is among these.
+
+        Of alternatives that are spelled alike the likeliest stands, unless one of them was chosen.
+        """
+        top: dict[str, float] = {}
+        for token in logprob.top:
+            top.setdefault(token.text, token.logprob)
+        top[logprob.token.text] = logprob.token.logprob
         return (logprob.token.text, logprob.token.logprob, _joined(top), logprob.offset)
 
     def _choice(

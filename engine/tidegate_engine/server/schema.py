@@ -5,6 +5,7 @@ supported, unless it holds the value that asks for nothing: silently ignoring it
 question that wasn't asked. Fields without influence on the answer are accepted.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -56,7 +57,7 @@ class _Neutral:
         if value is not None and not any(
             value == v and _kind(value) is _kind(v) for v in self.values
         ):
-            allowed = " or ".join(repr(v) for v in self.values) if self.values else "null"
+            allowed = " or ".join(map(json.dumps, self.values)) if self.values else "null"
             raise PydanticCustomError(
                 UNSUPPORTED, "not supported; leave it out or give {allowed}", {"allowed": allowed}
             )
@@ -84,8 +85,8 @@ def _check_unicode(text: str) -> str:
     return text
 
 
-def _check_stop(stops: str | list[str] | None) -> str | list[str] | None:
-    listed = [stops] if isinstance(stops, str) else stops or []
+def _check_stop(stops: str | list[str]) -> str | list[str]:
+    listed = [stops] if isinstance(stops, str) else stops
     if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in listed):
         raise PydanticCustomError(
             "stop_length", "stop strings have 1 to {limit} characters", {"limit": MAX_STOP_LENGTH}
@@ -123,6 +124,10 @@ def _kind_of_prompt(prompt: object) -> str:
     return "token_id_lists" if isinstance(first, list) else "token_ids"
 
 
+def _kind_of_stop(stop: object) -> str:
+    return "texts" if isinstance(stop, list) else "text"
+
+
 def _kind_of_content(content: object) -> str:
     return "parts" if isinstance(content, list) else "text"
 
@@ -145,7 +150,9 @@ Prompt = Annotated[
     Discriminator(_kind_of_prompt),
 ]
 Stop = Annotated[
-    str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None,
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True), Tag("texts")],
+    Discriminator(_kind_of_stop),
     AfterValidator(_check_stop),
 ]
 StopTokenIds = Annotated[
@@ -217,7 +224,7 @@ class GenerationBody(_Body):
     ) = None
     logit_bias: LogitBias | None = None
     seed: Seed | None = None
-    stop: Stop = None
+    stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool = False

@@ -54,3 +54,9 @@ def test_a_stream_says_of_a_token_what_a_whole_answer_does(answer_format: Respon
     choice = FinishedChoice("a", (answer_format.write(LOGPROB),), FinishReason.LENGTH)
     whole: Any = orjson.loads(orjson.dumps(answer_format.whole([choice], USAGE)))
     assert chunk["choices"][0]["logprobs"] == whole["choices"][0]["logprobs"]
+
+
+def test_of_alternatives_spelled_alike_the_likeliest_stands() -> None:
+    top = (SpelledToken(b"a", -0.1), SpelledToken(b"", -3.0), SpelledToken(b"", -9.0))
+    _, _, written, _ = COMPLETION.write(TokenLogprob(top[0], 0, top))
+    assert orjson.loads(orjson.dumps(written)) == {"a": -0.1, "": -3.0}

@@ -247,6 +247,28 @@ def test_the_place_of_a_mistake_is_named_without_the_kind_of_its_field(
     refuses(engine, COMPLETIONS, {**COMPLETION, **fields}, param=param, code="invalid_value")
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"stop": ["a"] * 5}, "at most 4"),
+        ({"prompt": []}, "at least 1"),
+        ({"echo": True}, "give false"),
+        ({"suffix": "x"}, 'give ""'),
+    ],
+)
+def test_what_would_be_right_is_said_in_the_clients_words(
+    engine: RunningEngine, fields: dict[str, object], said: str
+) -> None:
+    answer = engine.http().post(COMPLETIONS, json={**COMPLETION, **fields})
+    assert said in answer.json()["error"]["message"]
+
+
+def test_a_very_long_name_is_not_sent_back(engine: RunningEngine) -> None:
+    answer = engine.http().post(COMPLETIONS, json={**COMPLETION, "x" * 100_000: 1})
+    assert answer.status_code == 400
+    assert len(answer.content) < 1000
+
+
 MANY_ITEMS = 20_000
 
 
