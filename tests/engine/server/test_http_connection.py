@@ -1,5 +1,6 @@
 """What a connection may send that is no request, or not for this server: bounded, and told."""
 
+import asyncio
 import contextlib
 import gc
 import json
@@ -8,8 +9,10 @@ import socket
 from collections.abc import Callable, Iterator
 
 import pytest
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from tidegate_engine.server.connections import HttpServer, listen
 from tidegate_engine.server.http_connection import MAX_HEAD_BYTES
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import MODEL, RunningEngine, a_running_engine
@@ -55,13 +58,14 @@ def check_refused(answer: bytes, status: int, code: str) -> None:
     assert (error["code"], error["type"]) == (code, "invalid_request_error")
 
 
-def check_answered(connection: socket.socket) -> None:
+def check_answered(connection: socket.socket) -> bytes:
     answer = connection.recv(1 << 16)
     while not answer.endswith(b"}"):
         more = connection.recv(1 << 16)
         assert more, answer
         answer += more
     assert answer.startswith(b"HTTP/1.1 200"), answer
+    return answer
 
 
 def check_is_cut(connection: socket.socket) -> None:
@@ -129,11 +133,18 @@ def test_a_trailer_without_an_end_is_refused(engine: RunningEngine) -> None:
 @pytest.mark.parametrize("size", [1, 7, 100_000])
 def test_a_body_in_many_chunks_with_a_trailer_is_read(engine: RunningEngine, size: int) -> None:
     content = a_completion(max_tokens=1).partition(b"\r\n\r\n")[2] + b" " * 40_000 * min(size, 3)
-    trailer = b"authorization: Bearer another\r\n\r\n"
+    trailer = b"a: b\r\n\r\n"
     with connect(engine.port) as client:
         for piece in pieces(chunked(*pieces(content, size), trailer=trailer), 50_000):
             client.sendall(piece)
         check_answered(client)
+
+
+def test_fields_of_a_trailer_do_not_pass_for_headers(engine: RunningEngine) -> None:
+    content = a_completion(max_tokens=1).partition(b"\r\n\r\n")[2]
+    with connect(engine.port) as client:
+        client.sendall(chunked(content, trailer=b"x-request-id: of-the-trailer\r\n\r\n"))
+        assert b"of-the-trailer" not in check_answered(client)
 
 
 @pytest.mark.parametrize("size", [1 << 16, 11, 1])
@@ -195,6 +206,27 @@ def test_a_stream_whose_sender_goes_on_with_no_http_is_cancelled() -> None:
         client.sendall(b"\x00\x01")
         eventually(engine.is_idle, "the stream to be cancelled")
         assert b"invalid_http" not in read_until_cut(client)
+
+
+async def test_an_answer_that_has_begun_is_broken_off_and_not_mixed_with_an_error() -> None:
+    async def answer_early(_: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-length", b"1000")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    listener = listen("127.0.0.1", 0)
+    server = HttpServer(answer_early)
+    serving = asyncio.create_task(server.serve([listener]))
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    writer.write(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    writer.write(b"no number\r\n")
+    with contextlib.suppress(ConnectionResetError):
+        assert await reader.read() == b""
+    writer.close()
+    server.should_exit = True
+    await serving
 
 
 def read_until_cut(connection: socket.socket) -> bytes:
