@@ -40,16 +40,24 @@ class TtftForecast:
         self._forecast = books.forecast
         self._step_times = books.step_times
 
-    def predict(self, tenant: Tenant, prompt_tokens: int, *, limits: EngineLimits) -> float:
+    def predict(
+        self, tenant: Tenant, prompt_tokens: int, max_output_tokens: int, *, limits: EngineLimits
+    ) -> float:
         """Return the seconds to the first token of a request that arrives now.
 
         Args:
             tenant: Who sends it.
             prompt_tokens: Length of its prompt.
+            max_output_tokens: The most that it may produce.
             limits: In force.
         """
         ahead = self.backlog(tenant)
-        waiting = self._seconds_to_place(tenant, ahead, limits)
+        outputs = self._forecast.lengths.predict(tenant.name, 0, max_output_tokens)
+        mean_prompt = (ahead.prompt_tokens + prompt_tokens) / (ahead.requests + 1)
+        free = min(
+            places(limits) - self._running.num_places, self._num_fitting(mean_prompt + outputs)
+        )
+        waiting = self._seconds_to_place(tenant, ahead, free=free)
         reading = self._seconds_to_read(ahead.prompt_tokens, limits)
         own_pairs = prompt_tokens * (prompt_tokens + 1) / 2
         own = self._seconds_to_read(prompt_tokens, limits) + self._marginal(0, own_pairs)
@@ -103,10 +111,9 @@ class TtftForecast:
         outputs = len(queue) * self._forecast.lengths.predict(tenant.name, 0, mean_limit)
         return PROMPT_TOKEN_COST * queue.num_tokens + OUTPUT_TOKEN_COST * outputs
 
-    def _seconds_to_place(self, tenant: Tenant, ahead: Backlog, limits: EngineLimits) -> float:
+    def _seconds_to_place(self, tenant: Tenant, ahead: Backlog, *, free: int) -> float:
         """Return when a place in the batch is free, those ahead having got theirs."""
         running = self._running
-        free = self._most_places(limits) - running.num_places
         staying = list(running.decoding)
         if tenant.tier.preempts_lower:  # the others make way
             staying = [s for s in staying if s.tenant.tier_value >= tenant.tier_value]
@@ -122,15 +129,12 @@ class TtftForecast:
             steps = max(remaining[-1], wanted * outputs / len(staying) ** 2)
         return steps * self._decode_seconds() + self._marginal(ahead.prompt_tokens, 0)
 
-    def _most_places(self, limits: EngineLimits) -> int:
-        """Return how many requests like those that run fit the batch and the block pool."""
-        most = places(limits)
-        decodes = self._running.decoding
-        if not decodes:
-            return most
+    def _num_fitting(self, num_tokens: float) -> int:
+        """Return how many requests of this context fit the block pool beside all that run."""
         block_size = self._memory.pool.block_size
-        blocks = sum(-(-self._forecast.final_tokens(seq) // block_size) for seq in decodes)
-        return min(most, max(len(decodes), self._memory.gate.high_blocks * len(decodes) // blocks))
+        taken = sum(-(-self._forecast.final_tokens(seq) // block_size) for seq in self._running)
+        blocks = max(1, ceil(num_tokens / block_size))
+        return max(0, self._memory.gate.high_blocks - taken) // blocks
 
     def _seconds_to_read(self, prompt_tokens: float, limits: EngineLimits) -> float:
         """Return the time of the steps that read so many tokens, decodes beside them."""

@@ -137,3 +137,10 @@ def test_tiers_below_zero_are_refused_while_others_miss(
     engine.step()
     arrive(engine, times=waiting)
     assert codes(arrive(engine, "spare")) == [expected]
+
+
+def test_a_short_request_beside_a_long_one_is_not_taken_for_as_long() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)), blocks=200, slots=32)
+    arrive(engine, prompt=2000, output=400, ttft_seconds=60.0)
+    engine.step()
+    assert codes(arrive(engine, times=4, output=10)) == [None] * 4
