@@ -176,11 +176,12 @@ def test_refusals_are_among_the_decisions_and_counted() -> None:
         stopped = engine.http("zeta").post("/v1/completions", json=bodies)
         wrong = engine.http("acme").post("/v1/completions", json={**bodies, "n": "one"})
         assert (full.status_code, stopped.status_code, wrong.status_code) == (429, 403, 400)
-        eventually(lambda: len(decisions(engine)) == 2, "both refusals")
+        eventually(lambda: len(decisions(engine)) == 3, "all refusals")
         found = decisions(engine)
         assert [(d["tenant"], d["verdict"], d["reason"]) for d in found] == [
             ("acme", "refused", "tenant_queue_full"),
             ("zeta", "refused", "tenant_stopped"),
+            ("acme", "refused", "invalid_value"),
         ]
         assert found[0]["request_id"] == full.headers["x-request-id"] + ".0"
         assert found[1]["request_id"] == stopped.headers["x-request-id"]

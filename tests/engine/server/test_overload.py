@@ -25,6 +25,8 @@ def test_a_full_queue_is_503_at_once() -> None:
         with ExitStack() as clients:
             for _ in range(3):
                 clients.enter_context(a_raw_request(engine.port))
+                # Before one runs, the queue has room for no more than two.
+                eventually(lambda: engine.stats().scheduler.running == 1, "one that runs")
             eventually(lambda: engine.stats().scheduler.waiting == 2, "a full queue")
             refused = engine.http().post("/v1/completions", json=SHORT)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
