@@ -34,10 +34,13 @@ class CpuBackend:
     def find(
         cls, config: LlamaConfig, like: Tensor, kernel_cache: Path | None
     ) -> "CpuBackend | None":
-        """Return it where it can be used for weights `like` this one."""
+        """Return it where it can be used for weights `like` this one, and pays."""
         team = Team.find()
         is_float = like.device.type == "cpu" and like.dtype == torch.float32
         if not is_float or team is None or importlib.util.find_spec("numba") is None:
+            return None
+        # With fewer or shorter registers the product's sums don't stay in them.
+        if torch.backends.cpu.get_cpu_capability() != "AVX512":
             return None
         from tidegate_engine.model.cpu_kernels import KernelCompiler, fits
 

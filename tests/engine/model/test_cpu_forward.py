@@ -194,6 +194,14 @@ def test_sizes_that_are_no_multiple_of_16_are_left_to_pytorch(cache: Path) -> No
     assert backend.new_forward(layers, rotary, block_size=8) is None
 
 
+def test_processors_without_long_vectors_are_left_to_pytorch(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_model(GROUPED, cache)  # or this is skipped
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert CpuBackend.find(GROUPED, torch.zeros(1), cache) is None
+
+
 def test_other_dtypes_are_left_to_pytorch(cache: Path) -> None:
     assert CpuBackend.find(GROUPED, torch.empty(0, dtype=torch.bfloat16), cache) is None
 
