@@ -71,7 +71,7 @@ class Arrivals:
                 num_waiting=num_waiting,
                 max_waiting=limits.max_waiting,
             )
-            or self._overload.refuse(request, tenant, limits=limits)
+            or self._overload.refuse(request, tenant, limits=limits, now=now)
         )
         if rejection is not None:
             self.rejected += 1

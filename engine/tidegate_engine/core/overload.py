@@ -29,12 +29,18 @@ class Overload:
         """Judge anew: what runs and waits has changed."""
         self._longest_miss = None
 
-    def refuse(self, request: Request, tenant: Tenant, *, limits: EngineLimits) -> Rejection | None:
+    def refuse(
+        self, request: Request, tenant: Tenant, *, limits: EngineLimits, now: float
+    ) -> Rejection | None:
         """Tell why an arrival is shed, or None."""
         target = ttft_target(request, tenant)
         if tenant.rule.service.sheds and target is not None and not self._is_owed(request, tenant):
             predicted = self._ttft.predict(
-                tenant, len(request.prompt_ids), request.max_output_tokens, limits=limits
+                tenant,
+                len(request.prompt_ids),
+                request.max_output_tokens,
+                deadline=now + target,
+                limits=limits,
             )
             if predicted > target:
                 return _shed(
@@ -56,7 +62,7 @@ class Overload:
         """Return by how much tenants of tiers from 0 up are expected to miss their targets."""
         if self._longest_miss is None:
             misses = [
-                self._ttft.predict(tenant, 0, 1, limits=limits) - target
+                self._ttft.predict(tenant, 0, 1, deadline=None, limits=limits) - target
                 for tenant in self._last_in_turn()
                 if (target := tenant.rule.service.ttft_seconds) is not None
             ]

@@ -75,6 +75,13 @@ class RequestQueue:
             heapq.heappop(self._by_deadline)
         return next((seq for seq in self._live if seq not in self._aside), None)
 
+    def ahead_of(self, deadline: float | None) -> tuple[int, int]:
+        """Return how many are served before an arrival with this deadline, and their tokens."""
+        if deadline is None:
+            return len(self._live), self.num_tokens
+        ahead = [seq for due, _, seq in self._by_deadline if due <= deadline and seq in self._live]
+        return len(ahead), sum(seq.num_tokens for seq in ahead)
+
     def set_aside(self, seq: Sequence) -> None:
         """Look past the head, until `restore`."""
         self._aside[seq] = None

@@ -41,7 +41,13 @@ class TtftForecast:
         self._step_times = books.step_times
 
     def predict(
-        self, tenant: Tenant, prompt_tokens: int, max_output_tokens: int, *, limits: EngineLimits
+        self,
+        tenant: Tenant,
+        prompt_tokens: int,
+        max_output_tokens: int,
+        *,
+        deadline: float | None,
+        limits: EngineLimits,
     ) -> float:
         """Return the seconds to the first token of a request that arrives now.
 
@@ -49,9 +55,10 @@ class TtftForecast:
             tenant: Who sends it.
             prompt_tokens: Length of its prompt.
             max_output_tokens: The most that it may produce.
+            deadline: When its first token is due; None = behind all that its tenant has queued.
             limits: In force.
         """
-        ahead = self.backlog(tenant)
+        ahead = self.backlog(tenant, deadline)
         outputs = self._forecast.lengths.predict(tenant.name, 0, max_output_tokens)
         mean_prompt = (ahead.prompt_tokens + prompt_tokens) / (ahead.requests + 1)
         free = min(
@@ -64,12 +71,13 @@ class TtftForecast:
         # Prompts ahead are read while places are waited for: the longer of the two counts.
         return max(waiting, reading) / self._share_left(tenant) + own
 
-    def backlog(self, tenant: Tenant) -> Backlog:
+    def backlog(self, tenant: Tenant, deadline: float | None = None) -> Backlog:
         """Return what is served before the next arrival of `tenant`."""
+        own_requests, own_tokens = tenant.queue.ahead_of(deadline)
         value = tenant.tier_value
         reading = [s for s in self._running.prefilling if s.tenant.tier_value >= value]
-        requests = float(len(tenant.queue))
-        tokens = float(tenant.queue.num_tokens + sum(seq.pending_tokens for seq in reading))
+        requests = float(own_requests)
+        tokens = float(own_tokens + sum(seq.pending_tokens for seq in reading))
         for other_value, tier in self._tenants.tiers.items():
             if other_value >= value:
                 requests += len(tier.resumable)
@@ -77,7 +85,9 @@ class TtftForecast:
             if other_value > value:
                 requests += tier.num_queued
                 tokens += tier.num_tokens
-        is_spare, turn_at = self.turn_of(tenant)
+        is_spare, counter = tenant.key
+        own_share = own_requests / (len(tenant.queue) or 1)
+        turn_at = counter + own_share * self._queued_cost(tenant) / (tenant.rule.weight or 1)
         for other in self._tenants.tier_of(tenant).listed():
             if other is not tenant:
                 share = self._share_before(other, is_spare=is_spare, turn_at=turn_at)

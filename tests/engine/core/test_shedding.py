@@ -144,3 +144,14 @@ def test_a_short_request_beside_a_long_one_is_not_taken_for_as_long() -> None:
     arrive(engine, prompt=2000, output=400, ttft_seconds=60.0)
     engine.step()
     assert codes(arrive(engine, times=4, output=10)) == [None] * 4
+
+
+def test_who_is_in_a_hurry_does_not_wait_for_its_own_tenants_patient_requests() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    arrive(engine, times=4, output=8)
+    engine.step()
+    arrive(engine, times=100, output=8, ttft_seconds=600.0)
+    assert codes(arrive(engine, output=8, ttft_seconds=2.0)) == [None]
+    assert codes(arrive(engine, output=8, ttft_seconds=600.0)) == [None]
+    arrive(engine, times=100, output=8, ttft_seconds=2.0)
+    assert codes(arrive(engine, output=8, ttft_seconds=2.0)) == [RejectionCode.SHED]
