@@ -99,11 +99,6 @@ class SamplingParams:
         object.__setattr__(self, "edits_logits", self._edits_logits())
 
     @property
-    def is_greedy(self) -> bool:
-        """Whether the choice is the most likely token, without randomness."""
-        return self.temperature == 0.0
-
-    @property
     def has_cuts(self) -> bool:
         """Whether it is drawn from some of the tokens only."""
         return self.top_p < 1.0 or self.top_k is not None or self.min_p > 0.0

@@ -78,13 +78,6 @@ def _kind(value: object) -> type:
     return float if type(value) is int else type(value)
 
 
-def _check_unicode(text: str) -> str:
-    # JSON can spell half a surrogate pair; no tokenizer can read it.
-    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        raise PydanticCustomError("unicode", "holds an unpaired surrogate")
-    return text
-
-
 def _check_stop(stops: str | list[str]) -> str | list[str]:
     listed = [stops] if isinstance(stops, str) else stops
     if not all(0 < len(stop) <= MAX_STOP_LENGTH for stop in listed):
@@ -102,6 +95,11 @@ def _check_token_names(biases: dict[str, float] | None) -> dict[str, float] | No
         if name != str(int(name)):
             raise PydanticCustomError("token_id", "{name} has leading zeros", {"name": repr(name)})
     return biases
+
+
+def _null_is(*, default: object) -> BeforeValidator:
+    """Take null for the default, as clients send it that spell every field."""
+    return BeforeValidator(lambda value: default if value is None else value)
 
 
 def _at_most(limit: int) -> BeforeValidator:
@@ -134,16 +132,15 @@ def _kind_of_content(content: object) -> str:
 
 # Lists end at their first wrong item, and of a union's branches one is tried: a body of some MiB
 # must not make as many errors.
-Text = Annotated[str, AfterValidator(_check_unicode)]
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 MaxTokens = Annotated[int, Field(ge=1, lt=1 << 31)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 TokenIdLists = Annotated[
     list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 ]
 Prompt = Annotated[
-    Annotated[Text, Tag("text")]
+    Annotated[str, Tag("text")]
     | Annotated[TokenIds, Tag("token_ids")]
     | Annotated[Texts, Tag("texts")]
     | Annotated[TokenIdLists, Tag("token_id_lists")],
@@ -211,7 +208,7 @@ class GenerationBody(_Body):
     """
 
     model: str
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    n: Annotated[int, _null_is(default=1), Field(ge=1, le=MAX_CHOICES)] = 1
     max_tokens: MaxTokens | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -227,7 +224,7 @@ class GenerationBody(_Body):
     stop: Stop | None = None
     stop_token_ids: StopTokenIds | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    ignore_eos: bool = False
+    ignore_eos: Annotated[bool, _null_is(default=False)] = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -281,11 +278,11 @@ class TextPart(_Body):
     """A piece of a message."""
 
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 Content = Annotated[
-    Annotated[Text, Tag("text")]
+    Annotated[str, Tag("text")]
     | Annotated[
         list[TextPart],
         Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),

@@ -8,11 +8,6 @@ from tidegate_engine.core.sampling import SamplingContext, SamplingParams, Sampl
 def test_defaults_draw_from_the_models_own_distribution() -> None:
     params = SamplingParams()
     assert (params.temperature, params.top_p, params.top_k) == (1.0, 1.0, None)
-    assert not params.is_greedy
-
-
-def test_temperature_zero_is_greedy() -> None:
-    assert SamplingParams(temperature=0.0).is_greedy
 
 
 @pytest.mark.parametrize(

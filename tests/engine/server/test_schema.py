@@ -320,3 +320,9 @@ def refuses(
     assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
     assert param in error["message"]
     assert answer.headers["x-tidegate-reason"] == code
+
+
+def test_null_is_the_default_of_every_optional_field() -> None:
+    nulls = {name: None for name in CompletionBody.model_fields if name not in {"model", "prompt"}}
+    body = CompletionBody.model_validate({"model": "m", "prompt": "p", **nulls})
+    assert (body.n, body.ignore_eos) == (1, False)
