@@ -99,7 +99,7 @@ class SteadyScheduler:
             num_blocks=running * blocks_each * 3 // 2,
             block_size=_BLOCK_SIZE,
             limits=EngineLimits(
-                max_num_seqs=running, max_batched_tokens=8192, max_waiting=running + waiting
+                max_num_seqs=running, max_batched_tokens=8192, max_waiting=2 * (running + waiting)
             ),
             num_host_blocks=0,
             costs=ExecutorCosts(),

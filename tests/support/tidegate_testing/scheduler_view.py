@@ -259,6 +259,16 @@ class PolicyView:
             return RejectionCode.TENANT_QUEUE_FULL
         return None
 
+    def may_be_shed(self, request: Request, live: Sequence[Seen]) -> bool:
+        """Return whether an arrival may be refused for being late: itself, or others above it."""
+        rule = self.rules[request.tenant].service
+        if rule.sheds and (request.ttft_seconds or rule.ttft_seconds):
+            return True
+        return self.tiers[request.tenant].value < 0 and any(
+            self.tiers[seen.tenant].value >= 0 and self.rules[seen.tenant].service.ttft_seconds
+            for seen in live
+        )
+
     def _count_quotas(self, snapshot: PolicySnapshot) -> None:
         pool = self.num_blocks
         nominals = {r.tenant: pool * r.kv_nominal_percent // 100 for r in snapshot.tenants}

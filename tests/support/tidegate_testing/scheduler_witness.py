@@ -9,6 +9,7 @@ from tidegate_engine.core.plan import StepPlan, StepResult
 from tidegate_engine.core.request import (
     FinishReason,
     Rejection,
+    RejectionCode,
     Request,
     SchedulerStats,
     TokenOutput,
@@ -77,6 +78,9 @@ class Witness:
         queue = [s for s in self.live if s.tenant == request.tenant and not s.was_admitted]
         expected = self.view.refusal(request, queue)
         found = rejection and rejection.code
+        if found is RejectionCode.SHED and expected is None:
+            require(self.view.may_be_shed(request, self.live), Invariant.REFUSALS, request)
+            return
         require(found == expected, Invariant.REFUSALS, request, found, "instead of", expected)
         if rejection is not None:
             return
