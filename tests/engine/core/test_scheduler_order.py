@@ -31,7 +31,8 @@ def test_one_request_of_a_quiet_tenant_passes_a_flood() -> None:
 
 
 def shares(weights: dict[str, int], *, steps: int) -> dict[str, float]:
-    run = a_run(a_snapshot(*(a_tenant(t, weight=w) for t, w in weights.items())), max_num_seqs=2)
+    policy = a_snapshot(*(a_tenant(t, weight=w) for t, w in weights.items()))
+    run = a_run(policy, max_num_seqs=2, max_waiting=2000)
     for tenant in weights:
         run.submit(*(a_request(tenant, output=6) for _ in range(300)))
     run.steps(steps)
