@@ -47,6 +47,7 @@ def _of_service(kind: str, path: str) -> dict[tuple[str, str], object]:
         (kind, f"{path}.itl.target"): "41ms",
         (kind, f"{path}.queueTimeout"): "31s",
         (kind, f"{path}.requestTimeout"): "1h31m",
+        (kind, f"{path}.onOverload"): "Queue",
     }
 
 
@@ -66,6 +67,9 @@ OTHER_VALUES: dict[tuple[str, str], object] = {
     ("TenantPolicy", "spec.kv.nominalPercent"): 1,
     ("TenantPolicy", "spec.kv.borrowingLimitPercent"): 0,
     ("TenantPolicy", "spec.kv.lendablePercent"): 0,
+    ("TenantPolicy", "spec.rate.requestsPerMinute"): 1,
+    ("TenantPolicy", "spec.rate.tokensPerMinute"): 1,
+    ("TenantPolicy", "spec.rate.burstPercent"): 1,
     ("TenantPolicy", "spec.concurrency.maxRunning"): 1,
     ("TenantPolicy", "spec.concurrency.maxQueued"): 0,
     ("TenantPolicy", "spec.concurrency.maxQueuedTokens"): 0,

@@ -157,6 +157,7 @@ def test_the_defaults_are_part_of_the_format() -> None:
         "max_queued_tokens": None,
         "max_prompt_tokens": None,
         "max_output_tokens": None,
+        "rate": {"requests_per_minute": None, "tokens_per_minute": None, "burst_percent": 100},
         "cancel_on_disconnect": True,
         "preemption": {
             "preemptible": True,
@@ -170,6 +171,7 @@ def test_the_defaults_are_part_of_the_format() -> None:
             "itl_seconds": None,
             "queue_timeout_seconds": None,
             "request_timeout_seconds": None,
+            "sheds": False,
         },
         "stop": "None",
         "key_digests": (),

@@ -15,6 +15,7 @@ from tidegate_policies.snapshot import RateRule
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine, key_of
 from tidegate_testing.policies import POOL, a_snapshot
+from tidegate_testing.raw_requests import a_raw_request
 from tidegate_testing.scheduling import a_request
 
 
@@ -89,12 +90,9 @@ def test_a_request_that_never_ran_costs_nothing(redis_url: str) -> None:
     with two_engines(redis_url, RateRule(tokens_per_minute=300), max_num_seqs=1) as engines:
         engine = engines[0]
         engine.service.engine.submit(a_request("free", output=100_000, request_id="long")).result()
-        with pytest.raises(httpx.ReadTimeout):
-            engine.http().post(
-                "/v1/completions",
-                json={"model": MODEL, "prompt": [7] * 150, "max_tokens": 100},
-                timeout=0.5,
-            )
+        with a_raw_request(engine.port, prompt=[7] * 150, max_tokens=100):
+            eventually(lambda: engine.stats().scheduler.waiting == 1, "one that waits")
+        eventually(lambda: not engine.service.generations.running_ids, "its client has left")
         engine.service.engine.cancel("long", CancelCause.DELETE).result()
         eventually(engine.is_idle, "an idle engine")
         assert ask(engine, prompt=[7] * 150, max_tokens=50).status_code == 200
