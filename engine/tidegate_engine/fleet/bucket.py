@@ -130,10 +130,11 @@ class LocalBucket:
                 needed=needed,
                 chunk=chunk,
             )
-        except BaseException as error:
+        except asyncio.CancelledError:
             self._held, self._spent = held, self._spent + spent
-            if not isinstance(error, RedisError | OSError):
-                raise
+            raise
+        except (RedisError, OSError):
+            self._held, self._spent = held, self._spent + spent
             self._go_alone()
             return 0.0
         self.is_alone = False
