@@ -6,8 +6,10 @@ from pathlib import Path
 
 import openai
 import pytest
+from redis import Redis
 
 from tidegate_devcluster.redis_server import RedisServer
+from tidegate_policies.snapshot import RateRule
 from tidegate_testing.cluster import eventually
 from tidegate_testing.control import Publisher
 from tidegate_testing.engine_process import (
@@ -42,6 +44,22 @@ def test_a_process_serves_and_ends_in_peace(publisher: Publisher, tmp_path: Path
     assert f"serving   simulated at http://127.0.0.1:{engine.port}, started in " in log
     assert log.index("costs     a step ") > log.index("limits    16384 tokens in KV blocks")
     assert "Traceback" not in log
+
+
+def test_a_process_takes_part_in_its_pools_rates_and_shares(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    publisher.publish(a_snapshot(a_keyed_tenant("acme", rate=RateRule(requests_per_minute=1))), 1)
+    with Redis.from_url(publisher.url) as redis, an_engine_process(publisher, tmp_path) as engine:
+        engine.wait_until_ready()
+        with engine.openai() as client:
+            client.completions.create(model="simulated", prompt="Hello", max_tokens=3)
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model="simulated", prompt="Hello", max_tokens=3)
+        assert caught.value.code == "rate_limited"
+        key = f"tidegate:{publisher.pool}:service"
+        eventually(lambda: redis.hget(key, "acme") is not None, "its service, told to the pool")
+        assert engine.terminate() == 0
 
 
 def test_running_streams_end_within_the_drain_and_new_work_is_refused(
