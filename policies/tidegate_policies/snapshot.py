@@ -32,6 +32,7 @@ MAX_RESERVED_PERCENT = 90
 
 Percent = Annotated[int, Field(ge=0, le=100)]
 Weight = Annotated[int, Field(ge=0, le=MAX_WEIGHT)]
+PercentileInt = Annotated[int, Field(ge=1, le=99)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NaturalInt = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -135,6 +136,9 @@ class ServiceRule:
         queue_timeout_seconds: A request that waited so long for its first token is dropped.
         request_timeout_seconds: A request that is not done after so long is dropped.
         sheds: Whether a request that is predicted to miss `ttft_seconds` is refused at arrival.
+        ttft_percentile: Percent of the requests that have to meet `ttft_seconds`.
+        itl_percentile: Percent of the times between two tokens that have to meet `itl_seconds`.
+        window_seconds: How far back attainment is counted.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _KNOWN_FIELDS_ONLY
@@ -144,6 +148,9 @@ class ServiceRule:
     queue_timeout_seconds: Seconds | None = None
     request_timeout_seconds: Seconds | None = None
     sheds: bool = False
+    ttft_percentile: PercentileInt = 99
+    itl_percentile: PercentileInt = 99
+    window_seconds: Seconds = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +177,7 @@ class TenantRule:
         tenant: Identity in engines and metrics, unique in the snapshot.
         policy: `namespace/name` of the TenantPolicy this comes from.
         tier: Name of one of the snapshot's tiers.
+        allowed_tiers: Lower tiers of the snapshot that a request may ask for.
         weight: Share inside the tier; 0 = only when nobody else in the tier wants service.
         kv_nominal_percent: Share of the engine's KV blocks that is the tenant's own.
         kv_borrowing_limit_percent: Most that it may hold above that, in percent of the engine's KV
@@ -182,6 +190,8 @@ class TenantRule:
         max_output_tokens: Most output tokens of one request; a larger wish is clipped.
         rate: What it may use a minute, over all engines of the pool.
         cancel_on_disconnect: Whether a client that hangs up cancels its request.
+        shares_prefixes: Whether its KV blocks of equal prefixes are one with those of the other
+            tenants that share.
         key_digests: SHA-256 (hex) of the API keys whose holder is this tenant.
     """
 
@@ -190,6 +200,7 @@ class TenantRule:
     tenant: str
     policy: str
     tier: str
+    allowed_tiers: tuple[str, ...] = ()
     weight: Weight = 100
     kv_nominal_percent: Percent = 0
     kv_borrowing_limit_percent: Percent | None = None
@@ -201,6 +212,7 @@ class TenantRule:
     max_output_tokens: PositiveInt | None = None
     rate: RateRule = field(default_factory=RateRule)
     cancel_on_disconnect: bool = True
+    shares_prefixes: bool = False
     preemption: PreemptionRule = field(default_factory=PreemptionRule)
     service: ServiceRule = field(default_factory=ServiceRule)
     stop: StopPolicy = StopPolicy.NONE
@@ -382,12 +394,16 @@ def _check_names(snapshot: PolicySnapshot) -> None:
     _refuse_twice("tiers", (tier.name for tier in snapshot.tiers))
     _refuse_twice("tenants", (rule.tenant for rule in snapshot.tenants))
     _refuse_twice("key_digests", (d for rule in snapshot.tenants for d in rule.key_digests))
-    tiers = {tier.name for tier in snapshot.tiers}
+    tiers = {tier.name: tier.value for tier in snapshot.tiers}
     for rule in snapshot.tenants:
-        if rule.tier not in tiers:
-            raise SnapshotError(
-                f"tenant {rule.tenant!r}: tier {rule.tier!r} is not in the snapshot"
-            )
+        for tier in (rule.tier, *rule.allowed_tiers):
+            if tier not in tiers:
+                raise SnapshotError(f"tenant {rule.tenant!r}: tier {tier!r} is not in the snapshot")
+        for tier in rule.allowed_tiers:
+            if tiers[tier] >= tiers[rule.tier]:
+                raise SnapshotError(
+                    f"tenant {rule.tenant!r}: allowed tier {tier!r} is not below {rule.tier!r}"
+                )
         if rule.tenant == UNKNOWN_TENANT:
             raise SnapshotError(f"tenant {rule.tenant!r}: the name is kept for undeclared tenants")
     unknown = snapshot.unknown_tenants

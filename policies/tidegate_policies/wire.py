@@ -60,6 +60,37 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyCounts:
+    """How often each latency was seen, in buckets that are the same in all engines.
+
+    Attributes:
+        met: Of all, those within the target.
+        buckets: `(index, count)` by index, empty ones left out; `tidegate_policies.attainment` says
+            which latencies an index stands for.
+    """
+
+    met: int
+    buckets: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attainment:
+    """One tenant against its service level, over the window that its policy names.
+
+    Attributes:
+        requests: That were served or refused in the window.
+        met: Of those, the ones that met every target.
+        ttft: Of requests; None without a target.
+        itl: Of times between two tokens; None without a target.
+    """
+
+    requests: int
+    met: int
+    ttft: LatencyCounts | None = None
+    itl: LatencyCounts | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TenantCounters:
     """One tenant in one engine; the totals grow since the engine's start.
 
@@ -67,7 +98,13 @@ class TenantCounters:
         swapped: Requests whose KV is in host memory, or on its way to or from there.
         kv_borrowed_blocks: Of `kv_used_blocks`, those above the tenant's nominal.
         service: Charged service, in cost units (1 per computed prompt token, 2 per output token).
+        prompt_tokens: Computed the first time; `cached_tokens` were found in the prefix cache, and
+            `recomputed_tokens` computed again.
+        kv_seconds: KV blocks times the seconds that they were held.
         cancelled: Taken out before their end, whatever the cause.
+        shed: Refused at arrival, whatever the cause.
+        attainment: Against the targets of its service level; None without any, or without traffic
+            in the window.
     """
 
     tenant: str
@@ -76,10 +113,16 @@ class TenantCounters:
     swapped: int = 0
     kv_used_blocks: int = 0
     kv_borrowed_blocks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
+    recomputed_tokens: int = 0
+    kv_seconds: float = 0.0
     service: float = 0.0
     preempted: int = 0
     cancelled: int = 0
+    shed: int = 0
+    attainment: Attainment | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

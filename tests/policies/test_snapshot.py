@@ -148,6 +148,7 @@ def test_the_defaults_are_part_of_the_format() -> None:
         "tenant": "a",
         "policy": "b",
         "tier": "t",
+        "allowed_tiers": (),
         "weight": 100,
         "kv_nominal_percent": 0,
         "kv_borrowing_limit_percent": None,
@@ -159,6 +160,7 @@ def test_the_defaults_are_part_of_the_format() -> None:
         "max_output_tokens": None,
         "rate": {"requests_per_minute": None, "tokens_per_minute": None, "burst_percent": 100},
         "cancel_on_disconnect": True,
+        "shares_prefixes": False,
         "preemption": {
             "preemptible": True,
             "mode": "Auto",
@@ -172,10 +174,24 @@ def test_the_defaults_are_part_of_the_format() -> None:
             "queue_timeout_seconds": None,
             "request_timeout_seconds": None,
             "sheds": False,
+            "ttft_percentile": 99,
+            "itl_percentile": 99,
+            "window_seconds": 300.0,
         },
         "stop": "None",
         "key_digests": (),
     }
+
+
+@pytest.mark.parametrize(
+    ("allowed", "problem"),
+    [("none", "tier 'none' is not in the snapshot"), ("mid", "allowed tier 'mid' is not below")],
+)
+def test_an_allowed_tier_is_one_below_the_tenants_own(allowed: str, problem: str) -> None:
+    tiers = {"mid": 5, "low": 1}
+    a_snapshot(a_tenant("a", tier="mid", allowed_tiers=("low",)), tiers=tiers)
+    with pytest.raises(SnapshotError, match=problem):
+        a_snapshot(a_tenant("a", tier="mid", allowed_tiers=("low", allowed)), tiers=tiers)
 
 
 @given(st.permutations(["a", "b", "c"]), st.permutations(["high", "low", "mid"]))
