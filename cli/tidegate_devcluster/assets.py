@@ -1,4 +1,4 @@
-"""The binaries of a development cluster: found on this machine, or made once and cached.
+"""The binaries of a development cluster, and Helm: found on this machine, or made once and cached.
 
 `python -m tidegate_devcluster.assets` prepares all of them and prints where they are.
 """
@@ -21,6 +21,9 @@ from tidegate_devcluster.tool_cache import ToolCache
 
 TOOL_NAMES = (*GO_TOOLS, "kubectl", "redis-server")
 """All there are, in the order in which they are best prepared."""
+
+CLUSTER_TOOL_NAMES = tuple(name for name in TOOL_NAMES if name != "helm")
+"""Those that a cluster runs with; only the charts' tests need Helm."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from tidegate_devcluster import progress
 from tidegate_devcluster.api import KubernetesApi
-from tidegate_devcluster.assets import TOOL_NAMES, Assets
+from tidegate_devcluster.assets import CLUSTER_TOOL_NAMES, Assets
 from tidegate_devcluster.control_plane import ControlPlane
 from tidegate_devcluster.errors import ApiError, DevClusterError, NetworkError
 from tidegate_devcluster.kubectl import Kubectl
@@ -154,7 +154,7 @@ class DevCluster:
         self._progress(f"cluster: ready, kubeconfig {self.kubeconfig}")
 
     def _prepare_tools(self) -> None:
-        for name in TOOL_NAMES:
+        for name in CLUSTER_TOOL_NAMES:
             self._assets.tool(name)
 
     def _open_network(self, lifeline: Lifeline) -> PodNetwork:

@@ -49,6 +49,7 @@ GO_TOOLS = {
             "k8s.io/kubernetes/cmd/kube-controller-manager",
         ),
         GoTool("kube-scheduler", "kubernetes", "k8s.io/kubernetes/cmd/kube-scheduler"),
+        GoTool("helm", "helm", "helm.sh/helm/v4/cmd/helm"),
     )
 }
 
