@@ -21,6 +21,8 @@ REPORT_EXPIRY_SECONDS = 5.0
 REPORTS_PATTERN = "tidegate:*:reports"
 """Pattern over the report channels of all pools."""
 
+Natural = Annotated[int, Field(ge=0)]
+
 
 def envelope_key(pool: str) -> str:
     """Return the Redis hash with `revision`, `digest`, `pool_uid` and `envelope` of `pool`."""
@@ -64,13 +66,15 @@ class LatencyCounts:
     """How often each latency was seen, in buckets that are the same in all engines.
 
     Attributes:
+        target_seconds: What they were counted against.
         met: Of all, those within the target.
         buckets: `(index, count)` by index, empty ones left out; `tidegate_policies.attainment` says
             which latencies an index stands for.
     """
 
+    target_seconds: float
     met: int
-    buckets: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[Natural, Natural], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +82,10 @@ class Attainment:
     """One tenant against its service level, over the window that its policy names.
 
     Attributes:
-        requests: That were served or refused in the window.
+        requests: That ended in the window, or were refused for overload.
         met: Of those, the ones that met every target.
-        ttft: Of requests; None without a target.
+        ttft: Of requests whose first token came in the window, or will never come; None without a
+            target.
         itl: Of times between two tokens; None without a target.
     """
 
@@ -147,8 +152,8 @@ class EngineReport:
     pool: str
     pod: str
     incarnation: str
-    sequence: Annotated[int, Field(ge=0)]
-    revision: Annotated[int, Field(ge=0)] = 0
+    sequence: Natural
+    revision: Natural = 0
     digest: str = ""
     step: int = 0
     refused: Refusal | None = None
