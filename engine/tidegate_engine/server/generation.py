@@ -4,10 +4,11 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidegate_engine.core.request import TokenOutput
 from tidegate_engine.server.errors import ApiError
+from tidegate_engine.service_levels import RequestPace
 
 MAX_UNREAD_EVENTS = 4096
 """Tokens of one generation that its client may leave unread; then it is cancelled."""
@@ -30,12 +31,14 @@ class Choice:
 
     Attributes:
         last_token_at: Clock of its newest token; None before the first.
+        pace: What it has got so far, against its tenant's targets.
     """
 
     index: int
     request_id: str
     generation: "Generation"
     last_token_at: float | None = None
+    pace: RequestPace = field(default_factory=RequestPace)
 
 
 class Generation:
