@@ -1,8 +1,8 @@
-"""What each tenant's requests got, against its service level, over the window that its policy names.
+"""What each tenant's requests got, against its service level, in the window that its policy names.
 
 A window is a ring of sub-windows and the sum of those that are over, so that an event is one count
-more, whatever the window's length, and memory depends on the tenants with traffic alone. All of this
-lives in the event loop.
+more, whatever the window's length, and memory depends on the tenants with traffic alone. All of
+this lives in the event loop.
 """
 
 from collections import Counter, deque
