@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -139,7 +140,12 @@ async def run_engine(
 
 async def _load(settings: Settings, asked_to_stop: "asyncio.Task[Any]") -> Parts:
     """Load beside the event loop, which answers probes meanwhile; end the process on a signal."""
-    loading = asyncio.create_task(asyncio.to_thread(load_parts, settings, created=int(time.time())))
+    load = partial(load_parts, settings, created=int(time.time()))
+    # Not asyncio's threads, which stay: OpenMP keeps a team for each thread that has computed, and
+    # with more threads than cores in its teams all of them sleep at every barrier of a step.
+    loader = ThreadPoolExecutor(max_workers=1)
+    loading = asyncio.get_running_loop().run_in_executor(loader, load)
+    loader.shutdown(wait=False)
     await asyncio.wait({loading, asked_to_stop}, return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         _log.info("stopped while loading")

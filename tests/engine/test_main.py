@@ -1,7 +1,9 @@
 """The engine as a process."""
 
+import base64
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import openai
@@ -9,6 +11,11 @@ import pytest
 from redis import Redis
 
 from tidegate_devcluster.redis_server import RedisServer
+from tidegate_engine import main
+from tidegate_engine.model.errors import ModelLoadError
+from tidegate_engine.parts import Parts
+from tidegate_engine.server.connections import listen
+from tidegate_engine.settings import Settings
 from tidegate_policies.snapshot import RateRule
 from tidegate_testing.cluster import eventually
 from tidegate_testing.control import Publisher
@@ -160,3 +167,21 @@ def test_a_real_model_answers_a_question(publisher: Publisher, tmp_path: Path) -
         assert "Paris" in (answer.choices[0].message.content or "")
         assert answer.choices[0].finish_reason == "stop"
         assert engine.terminate() == 0
+
+
+async def test_the_thread_that_loads_a_model_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else the team that OpenMP keeps for it would count, and slow every step down by a third.
+    loaders = []
+
+    def load(_settings: Settings, *, created: int) -> Parts:
+        loaders.append(threading.current_thread())
+        raise ModelLoadError("none", f"there was none at {created}")
+
+    monkeypatch.setattr(main, "load_parts", load)
+    key = base64.b64encode(bytes(32)).decode()
+    settings = Settings(pool="serving/main", redis_url="redis://127.0.0.1:1", verify_key=key)
+    with listen("127.0.0.1", 0) as listener:
+        assert await main.run_engine(settings, listener, admin=None) == main.EXIT_FAILED
+    [loader] = loaders
+    loader.join(timeout=30)
+    assert not loader.is_alive()
