@@ -94,6 +94,27 @@ def test_blocks_that_are_copied_to_the_host_are_the_owners_two_steps_after_the_c
     assert engine.output("own") == output_alone(owners, blocks=BLOCKS, policy=policy)
 
 
+def test_a_place_is_taken_by_tier_and_blocks_are_reclaimed_where_both_are_lacking() -> None:
+    rule = PreemptionRule(mode=PreemptionMode.RECOMPUTE, min_quantum_tokens=0)
+    policy = a_snapshot(
+        a_tenant("owner", tier="middle", kv_nominal_percent=20),
+        a_tenant("lowly", tier="low", kv_nominal_percent=50, preemption=rule),
+        a_tenant("borrower", tier="high", preemption=rule),
+        tiers=TIERS,
+        watermarks=WIDE,
+        kv_estimate=KvEstimate.OPTIMISTIC,
+    )
+    engine = a_simulation(policy, blocks=BLOCKS, max_num_seqs=2)
+    engine.arrive("within", tenant="lowly", blocks=BLOCKS // 2 - 4, output=40)
+    engine.arrive("beyond", tenant="borrower", blocks=BLOCKS // 2 - 4, output=400)
+    engine.steps(4)
+    engine.arrive("own", tenant="owner", blocks=BLOCKS // 5 - 2, output=20)
+
+    assert any(runs_in(plan, "own") for plan in engine.steps(2))
+    reasons = {decision.request_id: decision.reason for decision in engine.preempted()}
+    assert reasons == {"within": Reason.DISPLACED, "beyond": Reason.RECLAIMED}
+
+
 @pytest.mark.parametrize("taker_tier", TIERS)
 def test_nobody_of_any_tier_takes_nominal_blocks(taker_tier: str) -> None:
     rule = PreemptionRule(min_quantum_tokens=0)

@@ -158,9 +158,11 @@ class Preemptor:
         victims = plan_victims([option.candidate for option in options], is_enough=is_enough)
         if not victims:
             return False
-        cause = self._cause(wish)
-        for victim in victims:
-            self._take_out(by_id[victim.request_id].seq, cause, wish.seq, blocks=wish.blocks)
+        lacks_own_blocks = self._lacks_own_blocks(wish)
+        for option in [by_id[victim.request_id] for victim in victims]:
+            is_reclaim = lacks_own_blocks and option.frees_blocks
+            cause = Cause.RECLAIMED if is_reclaim else Cause.DISPLACED
+            self._take_out(option.seq, cause, wish.seq, blocks=wish.blocks)
         self._gate.observe()
         return True
 
@@ -267,13 +269,13 @@ class Preemptor:
         by_id = {seq.request_id: seq for seq in options}
         return by_id[choose_pressure_victim(map(self._candidate, options)).request_id]
 
-    def _cause(self, wish: Wish) -> Cause:
+    def _lacks_own_blocks(self, wish: Wish) -> bool:
+        """Tell whether a tenant is to have blocks of its own back, not only a place."""
         memory, tenant = self._memory, wish.seq.tenant
-        has_blocks = memory.ledger.can_take(
-            tenant.name, wish.blocks, free=memory.free_for(wish.seq)
-        )
-        reclaims = wish.is_within_nominal and tenant.rule.preemption.reclaims
-        return Cause.RECLAIMED if reclaims and not has_blocks else Cause.DISPLACED
+        if not (wish.is_within_nominal and tenant.rule.preemption.reclaims):
+            return False
+        free = memory.free_in_time(wish.seq)
+        return not memory.ledger.can_take(tenant.name, wish.blocks, free=free)
 
     def _press(self) -> None:
         """Note that the pool ran short: admission had counted on room that was needed."""
