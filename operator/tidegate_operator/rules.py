@@ -34,6 +34,8 @@ from tidegate_policies.snapshot import (
     WatermarkRule,
 )
 
+_NO_PROMISE = ServiceRule()
+
 
 def tier_rule(tier: PriorityTier) -> TierRule:
     """Return the rule of a tier, with all of the share that it wants reserved."""
@@ -66,6 +68,9 @@ def service_rule(spec: ServiceLevelSpec) -> ServiceRule:
         queue_timeout_seconds=_seconds(spec.queue_timeout),
         request_timeout_seconds=_seconds(spec.request_timeout),
         sheds=spec.on_overload is OnOverload.SHED,
+        ttft_percentile=spec.ttft.percentile if spec.ttft else _NO_PROMISE.ttft_percentile,
+        itl_percentile=spec.itl.percentile if spec.itl else _NO_PROMISE.itl_percentile,
+        window_seconds=duration_seconds(spec.window),
     )
 
 

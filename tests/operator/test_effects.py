@@ -44,10 +44,13 @@ def _of_service(kind: str, path: str) -> dict[tuple[str, str], object]:
     """Return other values of a service level, as they are in a resource of `kind`."""
     return {
         (kind, f"{path}.ttft.target"): "501ms",
+        (kind, f"{path}.ttft.percentile"): 96,
         (kind, f"{path}.itl.target"): "41ms",
+        (kind, f"{path}.itl.percentile"): 91,
         (kind, f"{path}.queueTimeout"): "31s",
         (kind, f"{path}.requestTimeout"): "1h31m",
         (kind, f"{path}.onOverload"): "Queue",
+        (kind, f"{path}.window"): "11m",
     }
 
 

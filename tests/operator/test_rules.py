@@ -40,6 +40,9 @@ SERVICE = ServiceRule(
     queue_timeout_seconds=30.0,
     request_timeout_seconds=5400.0,
     sheds=True,
+    ttft_percentile=95,
+    itl_percentile=90,
+    window_seconds=600.0,
 )
 
 

@@ -7,7 +7,6 @@ from pydantic import Field
 
 from tidegate_operator.resources.base import (
     AGE,
-    NOT_ENFORCED_YET,
     Column,
     Definition,
     Model,
@@ -33,8 +32,12 @@ class LatencyTarget(Model):
     ]
     percentile: Annotated[
         int,
-        Field(ge=1, le=99, description="Percent of requests that have to meet it; default 99."),
-        NOT_ENFORCED_YET,
+        Field(
+            ge=1,
+            le=99,
+            description="Percent of the requests (ttft), or of the times between two tokens (itl), "
+            "that have to meet it; default 99.",
+        ),
     ] = 99
 
 
@@ -81,7 +84,6 @@ class ServiceLevelSpec(Model):
         Field(
             description="Window, up to 24h, over which status reports the attainment; default 5m."
         ),
-        NOT_ENFORCED_YET,
     ] = "5m"
 
 
