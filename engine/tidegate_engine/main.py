@@ -211,6 +211,8 @@ def _scheduler(settings: Settings, parts: Parts) -> StepScheduler:
 
 
 def _redis(settings: Settings) -> Redis:
+    ca_file = settings.redis_ca_file
+    tls: dict[str, Any] = {} if ca_file is None else {"ssl_ca_certs": str(ca_file)}
     return Redis.from_url(
         settings.redis_url,
         socket_timeout=settings.redis_timeout_seconds,
@@ -219,6 +221,7 @@ def _redis(settings: Settings) -> Redis:
         # Once, for connections that the server has closed; what lasts longer is an outage.
         retry=Retry(NoBackoff(), 1),
         client_name=settings.pod_name,
+        **tls,
     )
 
 
@@ -254,7 +257,7 @@ def _tasks_in_pool(
         redis,
         pool=settings.pool,
         engine=incarnation,
-        served=lambda: service.engine.last_stats.scheduler.tenants,
+        served=lambda: service.engine.last_stats.scheduler.accounts,
         listener=service.engine.note_elsewhere,
     )
     runs = (source.run(), reporter.run(), rates.run(), exchange.run())

@@ -96,6 +96,8 @@ class Settings(BaseSettings):
         pod_name: The engine's identity in its pool, unique there. The host name by default, which
             is the pod's name in Kubernetes.
         redis_url: Where policies come from and reports go to, as `redis://` or `rediss://`.
+        redis_ca_file: Certificates that Redis' own is checked against, with `rediss://`; None = the
+            system's.
         redis_timeout_seconds: For connecting and for each command: longer silence counts as an
             outage, so that a black-holed connection can't hang the engine's reports.
         verify_key: The operator's Ed25519 public key, 32 raw bytes as base64. Policies that it
@@ -157,6 +159,7 @@ class Settings(BaseSettings):
     pool: PoolName
     pod_name: str = Field(default_factory=socket.gethostname, min_length=1)
     redis_url: Annotated[str, Field(pattern="^(rediss?|unix)://")]
+    redis_ca_file: Path | None = None
     redis_timeout_seconds: Annotated[float, Field(gt=0)] = 2.0
     verify_key: Key
     state_dir: Path | None = None
@@ -206,6 +209,11 @@ class Settings(BaseSettings):
         return settings
 
     def _check_contradictions(self) -> None:
+        if self.redis_ca_file is not None and not self.redis_url.startswith("rediss://"):
+            raise SettingsError(
+                variable_of("redis_ca_file"),
+                f"has no meaning without TLS: {variable_of('redis_url')} must begin with rediss://",
+            )
         if self.max_batched_tokens < self.max_num_seqs:
             raise SettingsError(
                 variable_of("max_batched_tokens"),

@@ -16,10 +16,12 @@ OnEvent = Callable[[Watched, str | None, Any], None]
 
 
 def build_registry(on_event: OnEvent, login: Callable[[], Awaitable[Login]]) -> Any:  # noqa: ANN401
-    """Return a kopf registry that passes every event of the watched kinds to `on_event`."""
+    """Return a kopf registry that passes every event of the kinds but Secrets to `on_event`."""
     registry = kopf.OperatorRegistry()
     for watched in WATCHED:
-        _subscribe(registry, watched, on_event)
+        # Secrets are watched apart: kopf can't watch them in fewer namespaces than the rest.
+        if watched is not SECRETS:
+            _subscribe(registry, watched, on_event)
 
     @kopf.on.login(registry=registry)
     async def log_in(**_: Any) -> kopf.ConnectionInfo:
@@ -51,8 +53,6 @@ def build_settings() -> kopf.OperatorSettings:
     settings.watching.server_timeout = 290
     settings.watching.connect_timeout = 5
     settings.watching.chunk_size = 500
-    selector = (SECRETS.group, SECRETS.version, SECRETS.plural)
-    settings.watching.label_selectors[selector] = SECRETS.label_selector
     settings.queueing.worker_limit = None
     settings.queueing.exit_timeout = 1.0
     settings.execution.max_workers = 4

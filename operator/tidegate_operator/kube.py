@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
+import aiohttp
 from kubernetes.aio import client
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 
@@ -23,6 +24,9 @@ API_KEYS_LABEL = "tidegate.io/api-keys"
 
 REQUEST_TIMEOUT_SECONDS = 30.0
 PAGE_SIZE = 500
+WATCH_SECONDS = 290
+WATCH_SILENCE_SECONDS = 90.0
+"""The server sends a bookmark about once a minute: a stream that is silent for longer is dead."""
 
 _APPLY = "application/apply-patch+yaml"
 
@@ -148,7 +152,42 @@ class KubeApi:
             "status": status,
         }
         query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
-        await self._request("PATCH", path, query=query, body=body, content_type=_APPLY)
+        await self.request("PATCH", path, query=query, body=body, content_type=_APPLY)
+
+    async def version_of(self, watched: Watched, namespace: str | None) -> str:
+        """Return the version of the collection, from which a watch can begin.
+
+        Raises:
+            ApiError: The API server refused.
+        """
+        answer = await self.request("GET", watched.path(namespace), query=[("limit", "1")])
+        return str(answer["metadata"]["resourceVersion"])
+
+    async def watch(
+        self, watched: Watched, namespace: str | None, version: str
+    ) -> AsyncIterator[Any]:
+        """Yield the events after `version` as JSON, `type` and `object`, until the server ends it.
+
+        Raises:
+            ApiError: The API server refused.
+        """
+        path = watched.path(namespace)
+        query = [
+            ("watch", "1"),
+            ("resourceVersion", version),
+            ("allowWatchBookmarks", "true"),
+            ("timeoutSeconds", str(WATCH_SECONDS)),
+            *([("labelSelector", watched.label_selector)] if watched.label_selector else []),
+        ]
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=5.0, sock_read=WATCH_SILENCE_SECONDS
+        )
+        response = await self._send("GET", path, query=query, timeout=timeout)
+        async with response.response as stream:
+            if stream.status >= 400:
+                raise ApiError(stream.status, f"GET {path}", await stream.text())
+            async for line in stream.content:
+                yield json.loads(line)
 
     async def _list(self, path: str, label_selector: str) -> list[Any]:
         items: list[Any] = []
@@ -157,34 +196,52 @@ class KubeApi:
             query = [("limit", str(PAGE_SIZE))]
             query += [("labelSelector", label_selector)] if label_selector else []
             query += [("continue", position)] if position else []
-            answer = await self._request("GET", path, query=query)
+            answer = await self.request("GET", path, query=query)
             items += answer["items"]
             position = answer["metadata"].get("continue") or ""
             if not position:
                 return items
 
-    async def _request(
+    async def request(
         self,
         method: str,
         path: str,
         *,
-        query: list[tuple[str, str]],
+        query: Sequence[tuple[str, str]] = (),
         body: object = None,
         content_type: str = "application/json",
+    ) -> Any:  # noqa: ANN401
+        """Send one request and return the answer's JSON.
+
+        Raises:
+            ApiError: The API server refused.
+            aiohttp.ClientError: The connection failed.
+        """
+        response = await self._send(method, path, query=query, body=body, content_type=content_type)
+        content = await response.read()
+        if response.status >= 400:
+            raise ApiError(response.status, f"{method} {path}", content.decode(errors="replace"))
+        return json.loads(content)
+
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Sequence[tuple[str, str]],
+        body: object = None,
+        content_type: str = "application/json",
+        timeout: float | aiohttp.ClientTimeout = REQUEST_TIMEOUT_SECONDS,
     ) -> Any:  # noqa: ANN401
         request = await self._client.param_serialize(
             method,
             path,
-            query_params=query,
+            query_params=list(query),
             header_params={"Accept": "application/json", "Content-Type": content_type},
             body=body,
             auth_settings=["BearerToken"],
         )
-        response = await self._client.call_api(*request, _request_timeout=REQUEST_TIMEOUT_SECONDS)
-        content = await response.read()  # type: ignore[no-untyped-call]
-        if response.status >= 400:
-            raise ApiError(response.status, f"{method} {path}", content.decode(errors="replace"))
-        return json.loads(content)
+        return await self._client.call_api(*request, _request_timeout=timeout)
 
 
 async def login(kubeconfig: Path | None) -> Login:

@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import signal
+import socket
 import sys
 import time
+import uuid
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -16,11 +18,14 @@ from redis.asyncio import Redis
 
 from tidegate_operator.delivery import Delivery
 from tidegate_operator.handlers import build_registry, build_settings
+from tidegate_operator.health import Health, serving_health
 from tidegate_operator.keys import SigningKeyError, load_signing_key, signer
-from tidegate_operator.kube import CUSTOM, KubeApi, Watched, login
+from tidegate_operator.kube import CUSTOM, SECRETS, KubeApi, Watched, login
+from tidegate_operator.leader import Election, LeadershipLostError
 from tidegate_operator.metrics import Metrics
 from tidegate_operator.reconciler import Reconciler
 from tidegate_operator.reports import ReportBook, ReportListener
+from tidegate_operator.secret_watch import SecretWatch
 from tidegate_operator.settings import Settings
 from tidegate_operator.status import StatusWriter
 from tidegate_operator.sweep import MissingKindError, Sweeper
@@ -31,6 +36,9 @@ _LOG = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_SECONDS = 2.0
 REDIS_HEALTH_CHECK_SECONDS = 5
+
+STALE_SWEEPS = 5
+"""The watch counts as stale when nothing was listed or told of for so many sweeps."""
 
 
 class Operator:
@@ -68,7 +76,14 @@ class Operator:
             writer=self._writer,
             reconciler=self._reconciler,
             namespaces=settings.namespaces,
+            secret_scopes=settings.secret_scopes,
             interval_seconds=settings.sweep_seconds,
+        )
+        self._secrets = SecretWatch(
+            api,
+            settings.secret_scopes,
+            on_event=partial(self._on_event, SECRETS),
+            on_gap=self._sweeper.request,
         )
         self._listener = ReportListener(
             redis,
@@ -77,19 +92,22 @@ class Operator:
         )
         metrics.watch_age_from(self._watch_age_seconds)
 
-    async def run(self) -> None:
+    async def run(self, health: Health) -> None:
         """Run until SIGTERM or SIGINT, which kopf turns into its own end.
 
         Raises:
             MissingKindError: The CustomResourceDefinitions are not installed.
         """
+        health.is_alive = self._is_watching
         await self._sweeper.first()
+        health.is_ready = True
         _LOG.info("all objects are listed; serving %s", self._settings.namespaces or "all")
         beside: Sequence[Coroutine[Any, Any, None]] = (
             self._reconciler.run(),
             self._writer.run(),
             self._sweeper.run(),
             self._listener.run(),
+            self._secrets.run(),
         )
         tasks = [asyncio.create_task(coroutine) for coroutine in beside]
         # kopf comes last: what is started after it, it takes for its own and waits for at the end.
@@ -127,13 +145,21 @@ class Operator:
         else:
             self._reconciler.mark(self._cache.put(watched, raw))
 
+    def _is_watching(self) -> bool:
+        return self._watch_age_seconds() < STALE_SWEEPS * self._settings.sweep_seconds
+
     def _watch_age_seconds(self) -> float:
         return time.monotonic() - max(self._seen_at, self._sweeper.listed_at)
 
 
 async def run_operator(settings: Settings, sign: Sign) -> None:
-    """Open the connections, run the operator, close them."""
-    metrics = Metrics()
+    """Open the connections, run the operator while it leads, close them.
+
+    Raises:
+        MissingKindError: The CustomResourceDefinitions are not installed.
+        LeadershipLostError: Another operator works now.
+    """
+    metrics, health = Metrics(), Health()
     # kopf puts its own handlers in their place once it runs.
     task = asyncio.current_task()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -141,17 +167,56 @@ async def run_operator(settings: Settings, sign: Sign) -> None:
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(KubeApi.connected(settings.kubeconfig))
-        redis = Redis.from_url(
-            settings.redis_url,
-            socket_timeout=REDIS_TIMEOUT_SECONDS,
-            socket_connect_timeout=REDIS_TIMEOUT_SECONDS,
-            health_check_interval=REDIS_HEALTH_CHECK_SECONDS,
-        )
+        redis = _redis(settings)
         stack.push_async_callback(redis.aclose)
         if settings.metrics_port is not None:
-            stack.callback(metrics.serve(settings.metrics_host, settings.metrics_port))
+            await stack.enter_async_context(
+                serving_health(
+                    health,
+                    metrics.registry,
+                    host=settings.metrics_host,
+                    port=settings.metrics_port,
+                )
+            )
+        if settings.lease is None:
+            duties = []
+        else:
+            election = Election(api, settings.lease, f"{socket.gethostname()}_{uuid.uuid4().hex}")
+            await election.can_read()
+            # Whoever could take over at once is as ready as can be.
+            health.is_ready = True
+            stack.push_async_callback(election.release)
+            await election.acquire()
+            duties = [election.keep()]
+        # Only now: what it knows of time and cluster must not be older than its leadership.
         operator = Operator(settings, sign=sign, api=api, redis=redis, metrics=metrics)
-        await operator.run()
+        await _until_one_ends(operator.run(health), *duties)
+
+
+async def _until_one_ends(*runs: Coroutine[Any, Any, None]) -> None:
+    """Run all of them; the first that ends, ends them all."""
+    tasks = [asyncio.create_task(run) for run in runs]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        ended = [task for task in tasks if task.done()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    for task in ended:
+        task.result()
+
+
+def _redis(settings: Settings) -> "Redis":
+    ca_file = settings.redis_ca_file
+    tls: dict[str, Any] = {} if ca_file is None else {"ssl_ca_certs": str(ca_file)}
+    return Redis.from_url(
+        settings.redis_url,
+        socket_timeout=REDIS_TIMEOUT_SECONDS,
+        socket_connect_timeout=REDIS_TIMEOUT_SECONDS,
+        health_check_interval=REDIS_HEALTH_CHECK_SECONDS,
+        **tls,
+    )
 
 
 def main() -> int:
@@ -169,7 +234,7 @@ def main() -> int:
     try:
         sign = signer(load_signing_key(settings.signing_key_file))
         asyncio.run(run_operator(settings, sign))
-    except (SigningKeyError, MissingKindError) as error:
+    except (SigningKeyError, MissingKindError, LeadershipLostError) as error:
         sys.stderr.write(f"{error}\n")
         return 1
     except asyncio.CancelledError:

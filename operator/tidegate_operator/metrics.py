@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -50,14 +50,3 @@ class Metrics:
     def watch_age_from(self, age_seconds: Callable[[], float]) -> None:
         """Ask `age_seconds` for the age of the watch at each scrape."""
         self._watch_age.set_function(age_seconds)
-
-    def serve(self, host: str, port: int) -> Callable[[], None]:
-        """Serve `/metrics` from a thread; returns what stops it."""
-        server, thread = start_http_server(port, addr=host, registry=self.registry)
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join(timeout=2)
-
-        return stop

@@ -3,19 +3,31 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from tidegate_operator.leader import LeaseName
+
+
+def _parsed_lease(value: object) -> object:
+    return LeaseName.parse(value) if isinstance(value, str) else value
 
 
 class Settings(BaseSettings):
     """How one operator process runs; every field is `TIDEGATE_OPERATOR_<FIELD>`.
 
     Attributes:
-        redis_url: Where policies go and reports come from, `redis://[user:password@]host:port/db`.
+        redis_url: Where policies go and reports come from, `redis://[user:password@]host:port/db`,
+            or `rediss://` for TLS.
+        redis_ca_file: Certificates that Redis' own is checked against; None = the system's.
         signing_key_file: Ed25519 private key, PEM or base64 of the raw 32 bytes.
         kubeconfig: None = the service account of the pod.
         namespaces: The only ones to serve, separated by commas; empty = all.
-        metrics_port: Serves `/metrics` there; None = not at all.
+        secret_namespaces: The only ones whose Secrets are read, separated by commas; empty = none.
+            Not set: those that are served.
+        lease: `namespace/name` of the Lease by which one of several operators leads; None = this
+            is the only one.
+        metrics_port: Serves `/metrics`, `/healthz` and `/readyz` there; None = not at all.
         metrics_host: The address to serve them on.
         sweep_seconds: How often all objects are listed, to find deletions that no watch told of.
         usage_seconds: How often usage in status may change.
@@ -25,10 +37,13 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="TIDEGATE_OPERATOR_", frozen=True)
 
-    redis_url: str = "redis://127.0.0.1:6379/0"
+    redis_url: Annotated[str, Field(pattern="^(rediss?|unix)://")] = "redis://127.0.0.1:6379/0"
+    redis_ca_file: Path | None = None
     signing_key_file: Path
     kubeconfig: Path | None = None
     namespaces: Annotated[tuple[str, ...], NoDecode] = ()
+    secret_namespaces: Annotated[tuple[str, ...] | None, NoDecode] = None
+    lease: Annotated[LeaseName, BeforeValidator(_parsed_lease), NoDecode] | None = None
     metrics_port: Annotated[int | None, Field(ge=0, le=65535)] = None
     metrics_host: str = "0.0.0.0"
     sweep_seconds: Annotated[float, Field(gt=0)] = 60.0
@@ -36,10 +51,24 @@ class Settings(BaseSettings):
     status_writes_per_second: Annotated[float, Field(gt=0)] = 50.0
     log_level: str = "INFO"
 
-    @field_validator("namespaces", mode="before")
+    @field_validator("namespaces", "secret_namespaces", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         """Take `a,b` as well as a list."""
         if isinstance(value, str):
             return tuple(name.strip() for name in value.split(",") if name.strip())
         return value
+
+    @field_validator("redis_ca_file")
+    @classmethod
+    def _check_tls(cls, value: Path | None, known: ValidationInfo) -> Path | None:
+        if value is not None and not known.data.get("redis_url", "").startswith("rediss://"):
+            raise ValueError("has no meaning without TLS: REDIS_URL must begin with rediss://")
+        return value
+
+    @property
+    def secret_scopes(self) -> tuple[str | None, ...]:
+        """The namespaces whose Secrets are read; None = all of them."""
+        if self.secret_namespaces is None:
+            return self.namespaces or (None,)
+        return self.secret_namespaces

@@ -7,10 +7,11 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import aiohttp
 
-from tidegate_operator.kube import CUSTOM, WATCHED, ApiError, KubeApi, Watched
+from tidegate_operator.kube import CUSTOM, SECRETS, WATCHED, ApiError, KubeApi, Watched
 from tidegate_operator.reconciler import Reconciler
 from tidegate_operator.status import StatusWriter
 from tidegate_operator.watch_cache import WatchCache
@@ -55,13 +56,26 @@ class Sweeper:
         writer: StatusWriter,
         reconciler: Reconciler,
         namespaces: Sequence[str],
+        secret_scopes: Sequence[str | None],
         interval_seconds: float,
     ) -> None:
+        """Prepare.
+
+        Args:
+            api: Owned by the caller, like all but the last three.
+            cache: Is made equal to what is listed.
+            writer: Told of statuses.
+            reconciler: Told of changes.
+            namespaces: Only these are listed; empty = all.
+            secret_scopes: Only their Secrets are; None = of all, empty = of none.
+            interval_seconds: Between two sweeps that nobody asked for.
+        """
         self._api = api
         self._cache = cache
         self._writer = writer
         self._reconciler = reconciler
         self._namespaces = namespaces
+        self._secret_scopes = secret_scopes
         self._interval_seconds = interval_seconds
         self._requested = asyncio.Event()
         self.listed_at = time.monotonic()
@@ -126,7 +140,7 @@ class Sweeper:
     async def _sweep_kind(self, watched: Watched) -> bool:
         """List one kind; tell whether somebody else changed a status."""
         before = self._cache.begin_sweep(watched)
-        listed = await self._api.list_objects(watched, self._namespaces)
+        listed = await self._list(watched)
         is_foreign = False
         if watched in CUSTOM:
             for raw in listed:
@@ -137,6 +151,15 @@ class Sweeper:
                 self._writer.forget(uid)
         self._reconciler.mark(self._cache.end_sweep(watched, before, listed))
         return is_foreign
+
+    async def _list(self, watched: Watched) -> list[Any]:
+        if watched is not SECRETS:
+            return await self._api.list_objects(watched, self._namespaces)
+        if None in self._secret_scopes:
+            return await self._api.list_objects(watched, ())
+        scopes = [scope for scope in self._secret_scopes if scope]
+        # No namespace at all would mean all of them.
+        return await self._api.list_objects(watched, scopes) if scopes else []
 
     async def _wait(self) -> None:
         try:

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from tidegate_operator.leader import LeaseName
 from tidegate_operator.main import main
 from tidegate_operator.settings import Settings
 
@@ -39,3 +40,45 @@ def test_missing_key_file_ends_the_process_with_a_message(
     monkeypatch.setenv("TIDEGATE_OPERATOR_SIGNING_KEY_FILE", str(tmp_path / "absent.pem"))
     assert main() == 1
     assert "absent.pem: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("secret_namespaces", "scopes"), [(None, ("one",)), ("", ()), ("a,b", ("a", "b"))]
+)
+def test_secrets_are_read_where_is_served_unless_it_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, secret_namespaces: str | None, scopes: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("TIDEGATE_OPERATOR_SIGNING_KEY_FILE", "key.pem")
+    monkeypatch.setenv("TIDEGATE_OPERATOR_NAMESPACES", "one")
+    if secret_namespaces is not None:
+        monkeypatch.setenv("TIDEGATE_OPERATOR_SECRET_NAMESPACES", secret_namespaces)
+    assert Settings().secret_scopes == scopes
+
+
+def test_lease_is_given_with_its_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TIDEGATE_OPERATOR_SIGNING_KEY_FILE", "key.pem")
+    monkeypatch.setenv("TIDEGATE_OPERATOR_LEASE", "tidegate/operator")
+    assert Settings().lease == LeaseName("tidegate", "operator")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("LEASE", "operator", "must be namespace/name"),
+        ("REDIS_URL", "http://redis", "match pattern"),
+        ("REDIS_CA_FILE", "/ca.crt", "must begin with rediss://"),
+    ],
+)
+def test_setting_without_sense_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    value: str,
+    problem: str,
+) -> None:
+    monkeypatch.setenv("TIDEGATE_OPERATOR_SIGNING_KEY_FILE", "key.pem")
+    monkeypatch.setenv(f"TIDEGATE_OPERATOR_{name}", value)
+    assert main() == 2
+    message = capsys.readouterr().err
+    assert f"TIDEGATE_OPERATOR_{name}: " in message
+    assert problem in message

@@ -24,9 +24,10 @@ class ListingApi(KubeApi):
         self.objects = objects
         self.refusals = refusals
         self.refused = ""
+        self.asked: list[tuple[str, tuple[str, ...]]] = []
 
     async def list_objects(self, watched: Watched, namespaces: Sequence[str]) -> list[Any]:
-        assert not namespaces
+        self.asked.append((watched.plural, tuple(namespaces)))
         if watched.plural == self.refused:
             raise ApiError(500, "GET", "broken")
         if self.refusals:
@@ -49,7 +50,9 @@ ALL = [
 ]
 
 
-def a_sweeper(api: KubeApi) -> tuple[Sweeper, WatchCache]:
+def a_sweeper(
+    api: KubeApi, secret_scopes: Sequence[str | None] = (None,)
+) -> tuple[Sweeper, WatchCache]:
     cache, metrics = WatchCache(), Metrics()
     writer = StatusWriter(api, metrics=metrics, writes_per_second=1.0)
     reconciler = Reconciler(
@@ -66,6 +69,7 @@ def a_sweeper(api: KubeApi) -> tuple[Sweeper, WatchCache]:
         writer=writer,
         reconciler=reconciler,
         namespaces=(),
+        secret_scopes=secret_scopes,
         interval_seconds=60.0,
     )
     return sweeper, cache
@@ -102,3 +106,17 @@ async def test_kind_that_cannot_be_listed_keeps_no_other_from_being_listed() -> 
     api.refused = ""
     await sweeper.sweep()
     assert sweeper.listed_at > started
+
+
+@pytest.mark.parametrize(
+    ("scopes", "asked"),
+    [((None,), [()]), (("one", "two"), [("one", "two")]), ((), [])],
+)
+async def test_secrets_are_listed_only_where_they_may_be_read(
+    scopes: tuple[str | None, ...], asked: list[tuple[str, ...]]
+) -> None:
+    api = ListingApi({name: [] for name in ALL})
+    sweeper, _ = a_sweeper(api, scopes)
+    await sweeper.sweep()
+    assert [namespaces for plural, namespaces in api.asked if plural == "secrets"] == asked
+    assert {namespaces for plural, namespaces in api.asked if plural != "secrets"} == {()}

@@ -32,6 +32,7 @@ class OperatorSetup:
     directory: Path
     namespaces: tuple[str, ...] = ()
     sweep_seconds: float = 60.0
+    lease: str = ""
 
     @property
     def public_key(self) -> str:
@@ -50,6 +51,7 @@ class OperatorSetup:
             "TIDEGATE_OPERATOR_NAMESPACES": ",".join(self.namespaces),
             "TIDEGATE_OPERATOR_SWEEP_SECONDS": str(self.sweep_seconds),
             "TIDEGATE_OPERATOR_USAGE_SECONDS": "1",
+            **({"TIDEGATE_OPERATOR_LEASE": self.lease} if self.lease else {}),
         }
 
 
@@ -63,6 +65,10 @@ class OperatorProcess:
     @property
     def is_running(self) -> bool:
         return self._process.poll() is None
+
+    def log_has(self, text: str) -> bool:
+        """Whether it has printed the text."""
+        return text in self.log.read_text()
 
     def kill(self) -> None:
         """End it without warning."""
