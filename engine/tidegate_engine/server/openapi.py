@@ -32,6 +32,12 @@ _REQUEST_ID = {
         "schema": {"type": "string"},
     }
 }
+# Before version 3.2, OpenAPI describes a stream by its events.
+_EVENT = {
+    "type": "object",
+    "properties": {"data": {"type": "string", "description": "A chunk as JSON; at last [DONE]."}},
+    "required": ["data"],
+}
 
 
 def answers(
@@ -46,7 +52,7 @@ def answers(
     """
     documented: dict[int | str, dict[str, Any]] = {200: {"model": model, "headers": _REQUEST_ID}}
     if streams:
-        documented[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        documented[200]["content"] = {"text/event-stream": {"schema": _EVENT}}
     for status in refusals:
         documented[status] = {
             "model": ErrorAnswer,

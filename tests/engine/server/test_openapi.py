@@ -23,6 +23,7 @@ OPERATIONS = (
     "GET /readyz",
     "GET /metrics",
 )
+A_MESSAGE = {"role": "user", "content": "hi"}
 FUZZED = settings(
     max_examples=25,
     deadline=None,
@@ -94,3 +95,21 @@ def test_answers_are_as_the_document_says(
         assert statuses <= {400, 404}
     else:
         assert statuses & {200, 404}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_streams_events_are_as_the_document_says(
+    small_engine: RunningEngine, document: dict[str, Any], path: str
+) -> None:
+    prompt = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [A_MESSAGE]}
+    case = schemathesis.openapi.from_dict(document)[path]["post"].Case(
+        body={"model": MODEL, "max_tokens": 2, "stream": True, **prompt},
+        media_type="application/json",
+    )
+
+    answer = case.call(
+        base_url=small_engine.base_url, headers={"authorization": f"Bearer {key_of('acme')}"}
+    )
+
+    assert answer.headers["content-type"][0].startswith("text/event-stream")
+    case.validate_response(answer)
