@@ -60,7 +60,7 @@ def service_of(engine: Simulation, tenant: str) -> float:
 
 
 def has_work(engine: Simulation, tenant: str) -> bool:
-    return engine.scheduler.stats().tenants[tenant].competes
+    return engine.scheduler.stats().accounts[tenant].competes
 
 
 @pytest.mark.parametrize(("weight", "share"), [(100, 0.5), (300, 0.75)])

@@ -84,7 +84,8 @@ class Accounts:
             tenant.admitted_prompt_tokens -= fresh
             seq.charged_cost += cost
             weight = tenant.rule.weight
-            self._tenants.counters.charge(tenant.name, cost, weight=weight)
+            tenant.service += cost
+            self._tenants.counters.charge(tenant.account, cost, weight=weight)
             self._charge_tier(tenant.tier_value, cost, now)
         if seq.is_decoding:  # a recompute, of which one token is left
             self._running.end_prefill(seq)
@@ -94,10 +95,11 @@ class Accounts:
         by_tier: dict[int, int] = {}
         for tenant, num_tokens in served.items():
             tenant.totals.output_tokens += num_tokens
+            tenant.service += OUTPUT_TOKEN_COST * num_tokens
             value = tenant.tier.value
             by_tier[value] = by_tier.get(value, 0) + num_tokens
         self._tenants.counters.charge_each(
-            [(t.name, num_tokens * t.output_price) for t, num_tokens in served.items()]
+            [(t.account, num_tokens * t.output_price) for t, num_tokens in served.items()]
         )
         for value, num_tokens in by_tier.items():
             self._charge_tier(value, OUTPUT_TOKEN_COST * num_tokens, now)

@@ -299,7 +299,8 @@ class Admission:
 
     def _promised_to_others(self, seq: Sequence) -> int:
         """Return how many places are kept for other requests of the same tenant."""
-        return sum(1 for other in self._promised if other.tenant is seq.tenant and other is not seq)
+        name = seq.tenant.name
+        return sum(1 for other in self._promised if other.tenant.name == name and other is not seq)
 
     def _places_left(self) -> int:
         return places(self._limits) - self._running.num_places - len(self._promised)

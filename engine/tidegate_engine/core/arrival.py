@@ -56,10 +56,14 @@ class Arrivals:
             limits: In force.
             now: On the scheduler's clock.
         """
-        tenant = self._tenants.declared(request.tenant)
-        if tenant is None:
+        own = self._tenants.declared(request.tenant)
+        if own is None:
             self.rejected += 1
             return _unknown(request) if revision else _no_policy()
+        tenant = self._tenants.in_tier(own, request.tier)
+        if tenant is None:
+            self.rejected += 1
+            return _no_such_tier(own)
         cap_tokens = self._memory.cap_tokens_of(tenant)
         rejection = (
             refuse_stopped(tenant)
@@ -128,19 +132,21 @@ def refuse_for_queue(
     A quarter of the engine's queue is divided among the tenants, a part for each that the others
     can't fill.
     """
-    rule, queue = tenant.rule, tenant.queue
+    rule, in_tiers = tenant.rule, tenant.in_tiers
     length = len(request.prompt_ids)
-    if rule.max_queued is not None and len(queue) >= rule.max_queued:
+    if rule.max_queued is not None and sum(len(t.queue) for t in in_tiers) >= rule.max_queued:
         return _tenant_queue_full(f"{rule.max_queued} requests of tenant {tenant.name!r}")
     most_tokens = rule.max_queued_tokens
-    if most_tokens is not None and queue.num_tokens + length > most_tokens:
+    if most_tokens is not None and (queued := tenant.queued_tokens) + length > most_tokens:
         return _tenant_queue_full(
-            f"{queue.num_tokens} prompt tokens of tenant {tenant.name!r}, with {length} more than"
+            f"{queued} prompt tokens of tenant {tenant.name!r}, with {length} more than"
             f" its limit of {most_tokens},"
         )
     own_part = max_waiting // (4 * num_tenants)
     others_parts = own_part * (num_tenants - 1)
-    if num_waiting < max_waiting - others_parts or tenant.waiting < own_part:
+    if num_waiting < max_waiting - others_parts:
+        return None
+    if sum(one.waiting for one in in_tiers) < own_part:
         return None
     return Rejection(
         code=RejectionCode.QUEUE_FULL,
@@ -215,6 +221,14 @@ def _tenant_queue_full(what: str) -> Rejection:
         code=RejectionCode.TENANT_QUEUE_FULL,
         message=f"{what} are waiting already",
         retry_after_seconds=RETRY_SECONDS,
+    )
+
+
+def _no_such_tier(own: Tenant) -> Rejection:
+    allowed = ", ".join(repr(name) for name in (own.tier.name, *own.rule.allowed_tiers))
+    return Rejection(
+        code=RejectionCode.TIER_NOT_ALLOWED,
+        message=f"the requests of tenant {own.name!r} may have the tiers {allowed}",
     )
 
 

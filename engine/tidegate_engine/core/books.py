@@ -7,7 +7,7 @@ from tidegate_engine.core.kv_gate import KvGate
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.running import Running
 from tidegate_engine.core.step_time import StepTimeModel
-from tidegate_engine.core.tenants import TenantTable
+from tidegate_engine.core.tenant_table import TenantTable
 from tidegate_policies.tiers import TierShares
 
 

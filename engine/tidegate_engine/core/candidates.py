@@ -7,7 +7,8 @@ from tidegate_engine.core.decisions import Reason
 from tidegate_engine.core.kv_gate import OPEN
 from tidegate_engine.core.queues import TierQueue
 from tidegate_engine.core.sequence import Sequence
-from tidegate_engine.core.tenants import Tenant, TenantTable
+from tidegate_engine.core.tenant_table import TenantTable
+from tidegate_engine.core.tenants import Tenant
 
 MAX_BACKFILL = 8
 """Requests looked at behind a blocked head, and let past it before it may wait no longer."""

@@ -110,7 +110,8 @@ class KvGate:
         ledger, tenant = self._memory.ledger, seq.tenant
         nominal = ledger.nominal(tenant.name)
         if not tenant.is_preemptible:
-            return tenant.committed_blocks + seq.most_blocks <= nominal
+            committed = sum(one.committed_blocks for one in tenant.in_tiers)
+            return committed + seq.most_blocks <= nominal
         final = self._final_blocks(seq) - need.shared
         if not ledger.fits_nominal(tenant.name, final):
             return False
@@ -169,7 +170,7 @@ class KvGate:
         return self._forecast.blocks_with(group.peak, seq) - counted_twice
 
     def _others_of(self, tenant: Tenant) -> _Group:
-        return self._group(tenant.name, lambda other: other.tenant is tenant)
+        return self._group(tenant.name, lambda other: other.tenant.name == tenant.name)
 
     def _beside(self, seq: Sequence) -> _Group:
         """Return who runs and counts against `seq`: lower tiers will yield to it."""

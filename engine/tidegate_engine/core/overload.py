@@ -55,7 +55,7 @@ class Overload:
     def _is_owed(self, request: Request, tenant: Tenant) -> bool:
         """Tell whether others borrow what would be its own: that is reclaimed, not refused."""
         ledger, pool = self._memory.ledger, self._memory.pool
-        blocks = pool.blocks_for(tenant.queue.num_tokens + len(request.prompt_ids))
+        blocks = pool.blocks_for(tenant.queued_tokens + len(request.prompt_ids))
         return ledger.has_borrowers and ledger.fits_nominal(tenant.name, blocks)
 
     def _miss_of_others(self, limits: EngineLimits) -> float:

@@ -15,7 +15,6 @@ from tidegate_engine.core.decisions import Decision, Reason, Verdict
 from tidegate_engine.core.request import PreemptionKey
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.step_time import StepFeatures
-from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.admission import Watermark
 from tidegate_policies.preemption import (
     Cause,
@@ -169,17 +168,21 @@ class Preemptor:
     # -- whom ------------------------------------------------------------------------------------
 
     def _borrowers(self) -> list[Sequence]:
-        """Return the running requests that hold borrowed blocks: each tenant's newest ones."""
+        """Return the running requests that hold borrowed blocks.
+
+        Those are each tenant's newest ones of its lowest tiers.
+        """
         if self._seen == self._running.version:
             return self._found
-        left: dict[Tenant, int] = {}
-        leaving: dict[Tenant, Counter[int]] = {}
+        left: dict[str, int] = {}
+        leaving: dict[str, Counter[int]] = {}
         found: list[Sequence] = []
         everybody = [*self._running, *self._running.arriving]
-        for seq in sorted(everybody, key=lambda s: s.admission, reverse=True):
-            tenant = seq.tenant
+        everybody.sort(key=lambda s: (-s.tenant.tier_value, s.admission), reverse=True)
+        for seq in everybody:
+            tenant = seq.tenant.name
             if tenant not in left:
-                left[tenant] = self._memory.borrowed(tenant.name)
+                left[tenant] = self._memory.borrowed(tenant)
                 leaving[tenant] = Counter()
             if left[tenant] <= 0:
                 continue
@@ -216,7 +219,7 @@ class Preemptor:
         """
         ledger, tenant = self._memory.ledger, seq.tenant
         if ledger.used(tenant.name) >= ledger.cap(tenant.name):
-            among = [s for s in self._running if s.tenant is tenant]
+            among = [s for s in self._running if s.tenant.name == tenant.name]
         else:
             is_own = ledger.fits_nominal(tenant.name, 1)
             among = [

@@ -8,6 +8,7 @@ with the new one.
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,10 @@ class RequestQueue:
 
     def __len__(self) -> int:
         return len(self._live)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yield the requests by arrival."""
+        return iter(self._live)
 
     def __contains__(self, seq: object) -> bool:
         return seq in self._live

@@ -24,6 +24,7 @@ class RejectionCode(enum.StrEnum):
     QUEUE_FULL = "queue_full"
     TENANT_QUEUE_FULL = "tenant_queue_full"
     TENANT_STOPPED = "tenant_stopped"
+    TIER_NOT_ALLOWED = "tier_not_allowed"
     UNKNOWN_TENANT = "unknown_tenant"
     NO_POLICY = "no_policy"
     SHED = "shed"
@@ -35,6 +36,7 @@ class Request:
 
     Attributes:
         tenant: As the identity check found it; `unknown` for undeclared ones.
+        tier: A lower one that it asks for; None = its tenant's.
         prompt_ids: Token ids, at least one.
         max_output_tokens: Generation ends after so many output tokens, at the latest.
         stop_token_ids: Generation ends with the first of these; empty to ignore end-of-sequence.
@@ -49,6 +51,7 @@ class Request:
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...] = ()
     ttft_seconds: float | None = None
+    tier: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +107,6 @@ class TenantStats:
         service: Charged service, in cost units.
         virtual_counter: Service divided by weight, lifted when the tenant (re)joined.
         expired: Requests dropped for a time limit.
-        competes: Whether it wants service, and neither its own limits nor a hold keep it back.
         preemptions: By cause and mode; `preempted` is their sum.
     """
 
@@ -123,8 +125,19 @@ class TenantStats:
     cancelled: int = 0
     expired: int = 0
     finished: int = 0
-    competes: bool = False
     preemptions: Mapping[PreemptionKey, int] = field(default_factory=dict)
+
+
+class AccountStats(NamedTuple):
+    """A tenant in one tier of this engine: what fairness is about.
+
+    Attributes:
+        service: Charged service, in cost units.
+        competes: Whether it wants service, and neither its own limits nor a hold keep it back.
+    """
+
+    service: float
+    competes: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +150,7 @@ class SchedulerStats:
         swap_out_blocks: Blocks moved to the host since the start.
         swap_in_blocks: Blocks moved back since the start.
         gone: Totals of tenants that are no longer known.
+        accounts: Each tenant in each of its tiers.
         arrivals: Requests that were let in to queue: at any time the sum of those waiting, running
             and swapped, finished, cancelled and expired, over all tenants and `gone`.
         rejected: Requests that were not.
@@ -157,5 +171,6 @@ class SchedulerStats:
     watermark: str
     tenants: dict[str, TenantStats]
     gone: TenantStats = field(default_factory=TenantStats)
+    accounts: Mapping[str, AccountStats] = field(default_factory=dict)
     arrivals: int = 0
     rejected: int = 0

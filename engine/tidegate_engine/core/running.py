@@ -132,6 +132,7 @@ class Running:
             if not seq.tenant.is_preemptible:
                 seq.tenant.committed_blocks += seq.most_blocks
         self._by_tier = Counter(seq.tenant.tier_value for seq in self)
+        self.decodes_by_tenant = Counter(seq.tenant for seq in self.decoding)
         targets = (seq.tenant.rule.service.itl_seconds for seq in self.decoding)
         self._itl_targets = Counter(target for target in targets if target is not None)
 

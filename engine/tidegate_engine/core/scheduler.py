@@ -39,7 +39,7 @@ from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.stats import describe
 from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
-from tidegate_engine.core.tenants import TenantTable
+from tidegate_engine.core.tenant_table import TenantTable
 from tidegate_engine.core.time_limits import TimeLimits
 from tidegate_policies.snapshot import PolicySnapshot, StopPolicy
 from tidegate_policies.tiers import TierShares
@@ -194,8 +194,8 @@ class Scheduler:
         """Count what other engines of the pool gave: fairness holds over all of them.
 
         Args:
-            service: By tenant, since the last call, in cost units.
-            active: Tenants with work in another engine.
+            service: By account, since the last call, in cost units.
+            active: Accounts with work in another engine.
         """
         self._tenants.note_elsewhere(service, active)
 
@@ -323,7 +323,7 @@ class Scheduler:
         self._limits = self._engine_limits.under(snapshot.batching)
         self._forecast.estimate = snapshot.kv_estimate
         self._memory.apply_policy(snapshot)
-        self._tenants.apply_policy(snapshot)
+        self._tenants.apply_policy(snapshot, self._live.values())
         self._running.recount()
         self._stop_tenants(snapshot)
         self._admission.obey(self._limits)

@@ -4,7 +4,7 @@ from typing import Any
 
 from tidegate_engine.core.books import Books
 from tidegate_engine.core.kv_memory import KvMemory
-from tidegate_engine.core.request import SchedulerStats, TenantStats
+from tidegate_engine.core.request import AccountStats, SchedulerStats, TenantStats
 from tidegate_engine.core.tenants import Tenant, TenantTotals
 
 
@@ -30,19 +30,19 @@ def describe(
         swap_in_blocks=memory.swapped_in_blocks,
         watermark=memory.gate.state,
         gone=TenantStats(**_grown(tenants.gone)),
-        tenants={tenant.name: _describe_tenant(tenant, memory) for tenant in tenants},
+        tenants={name: _describe_tenant(own, memory) for name, own in tenants.own.items()},
+        accounts={one.account: AccountStats(one.service, one.competes) for one in tenants},
     )
 
 
 def _describe_tenant(tenant: Tenant, memory: KvMemory) -> TenantStats:
     return TenantStats(
-        running=tenant.running,
-        waiting=tenant.waiting,
-        swapped=tenant.swapped,
+        running=sum(one.running for one in tenant.in_tiers),
+        waiting=sum(one.waiting for one in tenant.in_tiers),
+        swapped=sum(one.swapped for one in tenant.in_tiers),
         kv_used_blocks=memory.ledger.used(tenant.name),
         kv_borrowed_blocks=memory.ledger.borrowed(tenant.name),
-        virtual_counter=tenant.counters.value(tenant.name),
-        competes=tenant.is_active and not (tenant.is_parked or tenant.is_held),
+        virtual_counter=tenant.counters.value(tenant.account),
         **_grown(tenant.totals),
     )
 

@@ -1,7 +1,8 @@
 """Who got how much service of which engine: told to the pool once a second, through Redis.
 
-Engines add what they gave to one sum per tenant, and read the sums: what grew without them, others
-gave. So an exchange costs as much as there are tenants, however many engines the pool has.
+Engines add what they gave to one sum per account, which is a tenant in one of its tiers, and read
+the sums: what grew without them, others gave. So an exchange costs as much as there are accounts,
+however many engines the pool has.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from tidegate_engine.core.request import TenantStats
+from tidegate_engine.core.request import AccountStats
 
 EXCHANGE_SECONDS = 1.0
 """How often engines tell each other."""
@@ -41,7 +42,7 @@ return {redis.call('HGETALL', sums), redis.call('ZRANGE', active, 0, -1)}
 """
 
 Listener = Callable[[Mapping[str, float], Sequence[str]], object]
-"""Told what others gave since the last time, by tenant in cost units, and who competes there."""
+"""Told what others gave since the last time, by account in cost units, and who competes there."""
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ class ServiceExchange:
         *,
         pool: str,
         engine: str,
-        served: Callable[[], Mapping[str, TenantStats]],
+        served: Callable[[], Mapping[str, AccountStats]],
         listener: Listener,
     ) -> None:
         """Prepare; `run` begins.
@@ -64,7 +65,7 @@ class ServiceExchange:
             redis: Its commands must time out.
             pool: `namespace/name`.
             engine: This engine's name, unique in the pool and to this start of it.
-            served: The newest count of this engine.
+            served: The newest count of this engine, by account.
             listener: Told what others did.
         """
         self._pool = pool
@@ -99,7 +100,7 @@ class ServiceExchange:
             RedisError: Redis can't be asked; what was to be told is told the next time.
         """
         stats = self._served()
-        active = dict.fromkeys(name for name, tenant in stats.items() if tenant.competes)
+        active = dict.fromkeys(name for name, account in stats.items() if account.competes)
         growth = self._growth(stats)
         told = {
             "service": growth,
@@ -111,7 +112,7 @@ class ServiceExchange:
             args=[self._engine, json.dumps(told), ACTIVE_SECONDS],
         )
         self._active = active
-        self._counted = {name: tenant.service for name, tenant in stats.items()}
+        self._counted = {name: account.service for name, account in stats.items()}
         for name, cost in growth.items():
             self._given[name] = self._given.get(name, 0.0) + cost
         self._listen(
@@ -119,12 +120,12 @@ class ServiceExchange:
             [entry.decode().split("\n", 1) for entry in working],
         )
 
-    def _growth(self, stats: Mapping[str, TenantStats]) -> dict[str, float]:
+    def _growth(self, stats: Mapping[str, AccountStats]) -> dict[str, float]:
         """Return the service since the last time; who was forgotten meanwhile is counted anew."""
         growth: dict[str, float] = {}
-        for name, tenant in stats.items():
+        for name, (service, _) in stats.items():
             before = self._counted.get(name, 0.0)
-            grown = tenant.service - (before if before <= tenant.service else 0.0)
+            grown = service - (before if before <= service else 0.0)
             if grown > 0:
                 growth[name] = grown
         return growth

@@ -16,7 +16,8 @@ from tidegate_engine.core.running import Running
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.core.sequence import Phase as RequestPhase
 from tidegate_engine.core.sequence import Sequence
-from tidegate_engine.core.tenants import Tenant, TenantTable
+from tidegate_engine.core.tenant_table import TenantTable
+from tidegate_engine.core.tenants import Tenant
 from tidegate_engine.core.time_limits import TimeLimits
 from tidegate_policies.fairness import Group, VirtualTokenCounters
 from tidegate_policies.preemption import Shield

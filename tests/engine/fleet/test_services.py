@@ -8,7 +8,7 @@ import pytest
 from redis.asyncio import Redis
 
 from tidegate_devcluster.redis_server import RedisServer
-from tidegate_engine.core.request import TenantStats
+from tidegate_engine.core.request import AccountStats
 from tidegate_engine.fleet.services import ServiceExchange
 
 _pools = count(1)
@@ -25,7 +25,7 @@ class Engine:
     """One engine's count, and what it heard of others."""
 
     def __init__(self, redis: Redis, pool: str, name: str) -> None:
-        self.stats: dict[str, TenantStats] = {}
+        self.stats: dict[str, AccountStats] = {}
         self.heard: dict[str, float] = {}
         self.active: list[str] = []
         self.exchange = ServiceExchange(
@@ -33,10 +33,8 @@ class Engine:
         )
 
     def serve(self, tenant: str, service: float, *, waiting: int = 1) -> None:
-        before = self.stats.get(tenant, TenantStats()).service
-        self.stats[tenant] = TenantStats(
-            service=before + service, waiting=waiting, competes=waiting > 0
-        )
+        before = self.stats[tenant].service if tenant in self.stats else 0.0
+        self.stats[tenant] = AccountStats(before + service, competes=waiting > 0)
 
     def _hear(self, service: Mapping[str, float], active: Sequence[str]) -> None:
         for name, cost in service.items():

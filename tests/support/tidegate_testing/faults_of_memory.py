@@ -41,7 +41,7 @@ def a_request_is_released_twice(monkeypatch: Patch) -> None:
 
 @fault(Invariant.PARTITION)
 def tenants_have_no_salt(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("tidegate_engine.core.tenants.root_key", lambda _: b"salt")
+    monkeypatch.setattr("tidegate_engine.core.tenant_table.root_key", lambda _: b"salt")
 
 
 @fault(Invariant.WRITES)
