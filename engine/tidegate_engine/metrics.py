@@ -2,9 +2,7 @@
 
 Tenant series exist for the tenants that the policy in force declares, and for `unknown`; those of
 a tenant that is gone disappear. Totals come from the scheduler's own books at the time of the
-scrape, so that they are exact and cost nothing per token, and are there from the start. A tenant's
-histograms are there once it has something to observe: of thousands of tenants most are silent, and
-four histograms are three fourths of a tenant's lines.
+scrape, so that they are exact and cost nothing per token, and are there from the start.
 """
 
 from collections import Counter
@@ -17,8 +15,11 @@ from prometheus_client.registry import Collector
 
 from tidegate_engine.core.request import PreemptionKey, SchedulerStats, TenantStats
 from tidegate_engine.events import EngineStats, PolicyApplied, StepReport
+from tidegate_engine.executor.base import Capacity
+from tidegate_engine.latencies import Latencies, TenantLatencies
+from tidegate_engine.picker_metrics import picker_series
 from tidegate_engine.policy_board import PolicyInForce
-from tidegate_policies.snapshot import UNKNOWN_TENANT
+from tidegate_policies.snapshot import UNKNOWN_TENANT, TenantRule
 
 _WATERMARK_VALUES = {"green": 0, "yellow": 1, "red": 2}
 # Shown from the start, so that a rate knows what the first one grew from.
@@ -32,21 +33,8 @@ _SCHEDULER_BUCKETS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2)
 _SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096)
 _APPLY_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
-# At most 8 each, the last one unbounded: every tenant has its own.
-_QUEUE_BUCKETS = (0.01, 0.05, 0.2, 1.0, 5.0, 20.0, 60.0)
-_TTFT_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 3.0, 10.0)
-_ITL_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 2.0)
-_E2E_BUCKETS = (0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0)
-
-
-@dataclass(frozen=True, slots=True)
-class TenantLatencies:
-    """The histograms of one tenant, ready to observe seconds with."""
-
-    queue: Histogram
-    ttft: Histogram
-    itl: Histogram
-    e2e: Histogram
+# Refusals that are the engine's, not the tenant's own limits': the first token never comes.
+_NO_ROOM = frozenset({"shed", "queue_full"})
 
 
 class Scrape:
@@ -69,8 +57,17 @@ class Scrape:
 class EngineMetrics:
     """All series of one engine, in a registry of its own."""
 
-    def __init__(self, pool: str) -> None:
+    def __init__(self, pool: str, *, model: str, capacity: Capacity) -> None:
+        """Show nothing but `unknown` yet.
+
+        Args:
+            pool: `namespace/name`.
+            model: As clients name it.
+            capacity: KV memory of the executor.
+        """
         self._pool = pool
+        self._model = model
+        self._capacity = capacity
         self._registry = CollectorRegistry()
         self._step = self._histogram("step_seconds", "Time executing a step", _STEP_BUCKETS)
         self._batch = self._histogram("step_batch_size", "Requests in a step", _SIZE_BUCKETS)
@@ -91,39 +88,27 @@ class EngineMetrics:
         )
         self._prefill = step_tokens.labels(pool, "prefill")
         self._decode = step_tokens.labels(pool, "decode")
-        self._per_tenant = tuple(
-            Histogram(
-                f"tidegate_{name}_seconds",
-                text,
-                ("pool", "tenant"),
-                buckets=buckets,
-                registry=self._registry,
-            )
-            for name, text, buckets in (
-                ("queue", "Time from arrival to admission", _QUEUE_BUCKETS),
-                ("ttft", "Time from arrival to the first token", _TTFT_BUCKETS),
-                ("itl", "Time between two tokens of a request", _ITL_BUCKETS),
-                ("e2e", "Time from arrival to the last token", _E2E_BUCKETS),
-            )
-        )
+        self._latencies = Latencies(pool, self._registry)
         self._step_seconds = 0.0
         self._scheduler_seconds = 0.0
         self._refused: Counter[tuple[str, str]] = Counter()
-        self._tenants: dict[str, None] = {}
-        self._latencies: dict[str, TenantLatencies] = {}
-        self._declare((UNKNOWN_TENANT,))
+        self._tenants: dict[str, TenantRule | None] = {UNKNOWN_TENANT: None}
 
-    def scrape(self, stats: EngineStats, *, rates_are_alone: bool) -> Scrape:
+    def scrape(self, stats: EngineStats, *, rates_are_alone: bool, at: float) -> Scrape:
         """Take what there is to show.
 
         Args:
             stats: The engine now.
             rates_are_alone: Whether rate limits are divided by the number of engines.
+            at: The engine's clock.
         """
         totals = _Totals(
             pool=self._pool,
+            model=self._model,
+            capacity=self._capacity,
             stats=stats,
-            tenants=tuple(self._tenants),
+            tenants=self._tenants,
+            observed=self._latencies.collect(at=at),
             refused=dict(self._refused),
             rates_are_alone=rates_are_alone,
             overhead_ratio=self._scheduler_seconds / self._step_seconds
@@ -159,28 +144,25 @@ class EngineMetrics:
         """
         if tenant in self._tenants:
             self._refused[tenant, reason] += 1
+            if reason in _NO_ROOM:
+                self._latencies.of(tenant).never_began()
 
     def use_policy(self, policy: PolicyInForce) -> None:
         """Keep series for the tenants of `policy` and `unknown` alone."""
-        self._declare((*(rule.tenant for rule in policy.snapshot.tenants), UNKNOWN_TENANT))
-
-    def latencies(self, tenant: str) -> TenantLatencies | None:
-        """Return the histograms of `tenant`; None when it isn't declared any more."""
-        if tenant not in self._tenants:
-            return None
-        if tenant not in self._latencies:
-            queue, ttft, itl, e2e = (h.labels(self._pool, tenant) for h in self._per_tenant)
-            self._latencies[tenant] = TenantLatencies(queue, ttft, itl, e2e)
-        return self._latencies[tenant]
-
-    def _declare(self, tenants: tuple[str, ...]) -> None:
-        self._tenants = dict.fromkeys(tenants)
+        rules = policy.snapshot.tenants
+        # Another object each time: a scrape that is being written keeps its own.
+        self._tenants = {**{rule.tenant: rule for rule in rules}, UNKNOWN_TENANT: None}
+        self._latencies.declare(rules)
         for tenant, reason in [key for key in self._refused if key[0] not in self._tenants]:
             del self._refused[tenant, reason]
-        for tenant in [t for t in self._latencies if t not in self._tenants]:
-            for histogram in self._per_tenant:
-                histogram.remove(self._pool, tenant)
-            del self._latencies[tenant]
+
+    def latencies(self, tenant: str) -> TenantLatencies:
+        """Return where the times of a tenant's requests go."""
+        return self._latencies.of(tenant)
+
+    def observe_length(self, kind: str, tokens: int, *, at: float) -> None:
+        """Take in the length of a `prompt` or an `output`."""
+        self._latencies.observe_length(kind, tokens, at=at)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         histogram = Histogram(
@@ -194,13 +176,18 @@ class _Totals(Collector):
     """The scheduler's books at one moment as series.
 
     Attributes:
+        tenants: The rules of those that are shown; None for `unknown`.
+        observed: Series that are ready.
         refused: Requests by tenant and reason.
         overhead_ratio: Time planning and committing over time executing.
     """
 
     pool: str
+    model: str
+    capacity: Capacity
     stats: EngineStats
-    tenants: tuple[str, ...]
+    tenants: Mapping[str, TenantRule | None]
+    observed: Sequence[Metric]
     refused: Mapping[tuple[str, str], int]
     rates_are_alone: bool
     overhead_ratio: float
@@ -209,6 +196,11 @@ class _Totals(Collector):
         """Yield every series once."""
         yield from self._engine_series(self.stats)
         yield from self._tenant_series(self.stats)
+        yield from self._rule_series(self.stats.scheduler)
+        yield from self.observed
+        yield from picker_series(
+            self.stats.scheduler, self.capacity, pool=self.pool, model=self.model
+        )
 
     def _engine_series(self, stats: EngineStats) -> Iterator[Metric]:
         engine = stats.scheduler
@@ -259,12 +251,13 @@ class _Totals(Collector):
         blocks.add_metric((self.pool, "host_free"), engine.host_blocks - engine.host_used_blocks)
         yield blocks
         swaps = CounterMetricFamily(
-            "tidegate_swap_blocks",
-            "KV blocks moved between device and host",
+            "tidegate_swap_bytes",
+            "KV moved between device and host",
             labels=("pool", "direction"),
         )
-        swaps.add_metric((self.pool, "out"), engine.swap_out_blocks)
-        swaps.add_metric((self.pool, "in"), engine.swap_in_blocks)
+        block_bytes = self.capacity.block_bytes
+        swaps.add_metric((self.pool, "out"), engine.swap_out_blocks * block_bytes)
+        swaps.add_metric((self.pool, "in"), engine.swap_in_blocks * block_bytes)
         yield swaps
 
     def _tenant_series(self, stats: EngineStats) -> Iterator[Metric]:
@@ -314,6 +307,29 @@ class _Totals(Collector):
         for (name, reason), count in self.refused.items():
             shed.add_metric((self.pool, name, reason), count)
         yield shed
+
+    def _rule_series(self, engine: SchedulerStats) -> Iterator[Metric]:
+        """Yield what tenants have been promised, and what they hold of the KV."""
+        weights = GaugeMetricFamily(
+            "tidegate_tenant_weight",
+            "Weight of the tenant in its tier",
+            labels=("pool", "tenant", "tier"),
+        )
+        blocks = GaugeMetricFamily(
+            "tidegate_tenant_kv_blocks",
+            "KV blocks that the tenant holds, of these the ones above its nominal, and its nominal",
+            labels=("pool", "tenant", "state"),
+        )
+        for name, rule in self.tenants.items():
+            tenant = engine.tenants.get(name, TenantStats())
+            nominal = 0
+            if rule is not None:
+                weights.add_metric((self.pool, name, rule.tier), rule.weight)
+                nominal = rule.kv_nominal_percent * engine.kv_blocks // 100
+            blocks.add_metric((self.pool, name, "used"), tenant.kv_used_blocks)
+            blocks.add_metric((self.pool, name, "borrowed"), tenant.kv_borrowed_blocks)
+            blocks.add_metric((self.pool, name, "nominal"), nominal)
+        yield from (weights, blocks)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(f"tidegate_{name}", text, labels=("pool",))

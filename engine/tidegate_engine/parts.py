@@ -113,6 +113,7 @@ def _simulated_capacity(settings: Settings) -> Capacity:
         num_blocks=num_blocks,
         num_host_blocks=num_blocks // 2 if num_host_blocks is None else num_host_blocks,
         block_size=settings.block_size,
+        block_bytes=MODELS[settings.simulated_model].kv_token_bytes * settings.block_size,
     )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidegate_engine.executor.base import Capacity
 from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.settings import Settings
 from tidegate_engine.start_errors import DeviceError, KvMemoryError
@@ -45,7 +44,9 @@ def load(model: Path, **settings: object) -> TorchParts:
 
 def test_what_is_set_is_what_there_is(model: Path) -> None:
     parts = load(model, kv_blocks=40, host_kv_blocks=7, block_size=8, dtype="bfloat16")
-    assert parts.executor.capacity == Capacity(num_blocks=40, num_host_blocks=7, block_size=8)
+    capacity = parts.executor.capacity
+    assert (capacity.num_blocks, capacity.num_host_blocks) == (40, 7)
+    assert capacity.block_size == 8
     assert torch.get_num_threads() == 1
     summary = dict(parts.summary)
     assert summary["model"].startswith(f"{model}, 0 M parameters: 2 layers of 32, 4 heads over 2")

@@ -14,11 +14,13 @@ class Capacity:
     Attributes:
         num_blocks: On the device.
         num_host_blocks: In host memory, for swapped-out requests; 0 = recompute only.
+        block_bytes: Of one block; simulated executors have those of the model that they stand for.
     """
 
     num_blocks: int
     num_host_blocks: int
     block_size: int
+    block_bytes: int = 0
 
 
 class Executor(Protocol):

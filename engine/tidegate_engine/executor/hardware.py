@@ -146,6 +146,7 @@ def fitting_capacity(
         num_blocks=int(left // block_bytes),
         num_host_blocks=int(host_bytes // (block_bytes * model.tensor_parallel)),
         block_size=block_size,
+        block_bytes=block_bytes,
     )
 
 

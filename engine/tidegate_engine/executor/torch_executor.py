@@ -56,6 +56,7 @@ class TorchExecutor:
             num_blocks=self._kv_cache.num_blocks,
             num_host_blocks=self._kv_cache.num_host_blocks,
             block_size=self._kv_cache.block_size,
+            block_bytes=self._kv_cache.pool[0].nbytes,
         )
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -25,6 +25,7 @@ from tidegate_engine.server.answers import (
 from tidegate_engine.server.body import read_body
 from tidegate_engine.server.caller import Caller
 from tidegate_engine.server.edge import edged_app
+from tidegate_engine.server.error_codes import ErrorCode
 from tidegate_engine.server.errors import (
     ApiError,
     EngineDrainingError,
@@ -125,8 +126,7 @@ def _add_requests(app: FastAPI, service: Service) -> None:
         cancel_one = partial(service.generations.cancel, tenant=caller.tenant)
         if not any(await asyncio.gather(*map(cancel_one, named))):
             raise ApiError(
-                404,
-                "request_not_found",
+                ErrorCode.REQUEST_NOT_FOUND,
                 f"No running request {request_id!r} of yours.",
                 param="request_id",
             )
@@ -162,7 +162,9 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     async def render_metrics() -> bytes:
         stats = await service.count()
-        scrape = service.metrics.scrape(stats, rates_are_alone=service.rate_gate.is_alone)
+        scrape = service.metrics.scrape(
+            stats, rates_are_alone=service.rate_gate.is_alone, at=service.clock()
+        )
         # Not in the event loop, where everything else would stand still meanwhile.
         return await asyncio.to_thread(scrape.render)
 
@@ -211,8 +213,7 @@ def _check_servable(service: Service, caller: Caller) -> None:
 def _check_model(model: ServedModel, name: str) -> None:
     if name != model.name:
         raise ApiError(
-            404,
-            "model_not_found",
+            ErrorCode.MODEL_NOT_FOUND,
             f"The model {name!r} is not served here; {model.name!r} is.",
             param="model",
         )

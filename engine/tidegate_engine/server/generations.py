@@ -76,6 +76,8 @@ class Generations:
         event_loop = asyncio.get_running_loop()
         for index, request in enumerate(requests):
             choice = Choice(index, request.request_id, generation)
+            num_tokens = len(request.prompt_ids)
+            self._metrics.observe_length("prompt", num_tokens, at=generation.arrived_at)
             # Known before it is submitted: its first token may come before our answer does.
             self._by_request[request.request_id] = generation.live[index] = choice
         for request in requests:
@@ -210,24 +212,25 @@ class Generations:
     def _close(self, choice: Choice, *, ended_at: float | None) -> None:
         del self._by_request[choice.request_id]
         del choice.generation.live[choice.index]
-        latencies = self._metrics.latencies(choice.generation.tenant)
-        if ended_at is not None and latencies is not None:
-            latencies.e2e.observe(ended_at - choice.generation.arrived_at)
+        generation = choice.generation
+        if ended_at is not None:
+            self._metrics.latencies(generation.tenant).ended(ended_at - generation.arrived_at)
+            num_outputs = generation.num_outputs.get(choice.index, 0)
+            self._metrics.observe_length("output", num_outputs, at=ended_at)
 
     def _note_admission(self, choice: Choice, now: float) -> None:
         # Readmissions after a preemption are no queueing.
-        latencies = self._metrics.latencies(choice.generation.tenant)
         num_outputs = choice.generation.num_outputs
-        if choice.index not in num_outputs and latencies is not None:
-            latencies.queue.observe(now - choice.generation.arrived_at)
+        if choice.index not in num_outputs:
+            latencies = self._metrics.latencies(choice.generation.tenant)
+            latencies.admitted(now - choice.generation.arrived_at, at=now)
         num_outputs.setdefault(choice.index, 0)
 
     def _note_token(self, choice: Choice, now: float) -> None:
         latencies = self._metrics.latencies(choice.generation.tenant)
-        if latencies is not None:
-            if choice.last_token_at is None:
-                latencies.ttft.observe(now - choice.generation.arrived_at)
-            else:
-                latencies.itl.observe(now - choice.last_token_at)
+        if choice.last_token_at is None:
+            latencies.first_token(now - choice.generation.arrived_at)
+        else:
+            latencies.next_token(now - choice.last_token_at)
         choice.last_token_at = now
         choice.generation.num_outputs[choice.index] += 1

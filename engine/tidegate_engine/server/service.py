@@ -93,7 +93,7 @@ def assemble(
     """
     bridge = EngineBridge(asyncio.get_running_loop())
     engine = EngineLoop(scheduler=scheduler, executor=executor, listener=bridge, clock=clock)
-    metrics = EngineMetrics(pool)
+    metrics = EngineMetrics(pool, model=model.name, capacity=executor.capacity)
     decisions = DecisionRing()
     service = Service(
         engine=engine,

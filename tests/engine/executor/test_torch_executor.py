@@ -56,7 +56,10 @@ def generate(
 
 
 def test_capacity_is_that_of_the_pool(executor: TorchExecutor) -> None:
-    assert executor.capacity == Capacity(num_blocks=40, num_host_blocks=20, block_size=4)
+    block_bytes = KvCache.block_bytes(TINY, 4, torch.float32)
+    assert executor.capacity == Capacity(
+        num_blocks=40, num_host_blocks=20, block_size=4, block_bytes=block_bytes
+    )
 
 
 def test_padding_rows_write_to_the_scratch_block_alone() -> None:

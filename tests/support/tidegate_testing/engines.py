@@ -38,6 +38,7 @@ from tidegate_testing.policies import POOL, a_snapshot, a_tenant
 
 MODEL = "simulated"
 BLOCK_SIZE = 16
+BLOCK_BYTES = 4096
 
 NO_REDIS = "redis://127.0.0.1:1"
 """Where none is; nobody asks before a policy has rate limits."""
@@ -288,7 +289,12 @@ def a_paced_executor(
 ) -> SimulatedExecutor:
     """Build an executor whose steps take `step_seconds` and wait for `gate`."""
     return SimulatedExecutor(
-        capacity=Capacity(num_blocks=blocks, num_host_blocks=host_blocks, block_size=BLOCK_SIZE),
+        capacity=Capacity(
+            num_blocks=blocks,
+            num_host_blocks=host_blocks,
+            block_size=BLOCK_SIZE,
+            block_bytes=BLOCK_BYTES,
+        ),
         vocab_size=NUM_PRINTABLE,
         cost=AffineCost(
             ExecutorCosts(
