@@ -11,15 +11,19 @@ from redis.asyncio import Redis
 from tidegate_operator.compiler import CompiledPool
 from tidegate_operator.progress import Published, Stored, plan_revision
 from tidegate_operator.verdicts import timestamp
+from tidegate_policies.change import LinedPolicy
 from tidegate_policies.envelope import Envelope, EnvelopeRefusedError, Sign, seal
-from tidegate_policies.snapshot import body_digest
+from tidegate_policies.snapshot import text_digest
 from tidegate_policies.wire import envelope_key, wake_channel
 
 _LOG = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
 
-# KEYS: the pool's hash. ARGV: revision, digest, pool uid, envelope, wake channel.
+MAX_CHANGE_BYTES = 256 * 1024
+"""A longer change wakes engines without it: they read the whole policy, each at its own time."""
+
+# KEYS: the pool's hash. ARGV: revision, digest, pool uid, envelope, wake channel, wake message.
 # Refuses to go back, and to give one revision two meanings: returns 0 then, 1 when stored.
 # What isn't made of digits alone is no revision here either.
 _STORE = """
@@ -30,7 +34,7 @@ if current > revision then return 0 end
 if current == revision and redis.call('HGET', KEYS[1], 'digest') ~= ARGV[2] then return 0 end
 redis.call('HSET', KEYS[1], 'revision', ARGV[1], 'digest', ARGV[2],
            'pool_uid', ARGV[3], 'envelope', ARGV[4])
-redis.call('PUBLISH', ARGV[5], ARGV[1])
+redis.call('PUBLISH', ARGV[5], ARGV[6])
 return 1
 """
 
@@ -60,7 +64,7 @@ class Delivery:
         self._redis = redis
         self._sign = sign
         self._store = redis.register_script(_STORE)
-        self._envelopes: dict[str, Envelope] = {}
+        self._newest: dict[str, tuple[Envelope, LinedPolicy]] = {}
 
     async def publish(
         self, compiled: CompiledPool, seen: Mapping[str, tuple[int, str]]
@@ -80,12 +84,12 @@ class Delivery:
         """
         for _ in range(MAX_ATTEMPTS):
             stored = await self._own_stored(compiled.pool)
-            envelope = self._envelope(compiled, stored, seen)
+            envelope, policy = self._envelope(compiled, stored, seen)
             target = Stored(
                 revision=envelope.revision, digest=envelope.digest, pool_uid=envelope.pool_uid
             )
-            if stored == target or await self._try_store(envelope):
-                self._envelopes[compiled.pool] = envelope
+            if stored == target or await self._try_store(envelope, policy):
+                self._newest[compiled.pool] = envelope, policy
                 return _published(envelope), stored is None or stored.revision != target.revision
         raise ContestedRevisionError(compiled.pool)
 
@@ -107,7 +111,7 @@ class Delivery:
         that was signed with the old one.
         """
         stored = await self.stored(pool)
-        if stored is None or pool in self._envelopes:
+        if stored is None or pool in self._newest:
             return stored
         text = await cast(
             "Awaitable[bytes | None]", self._redis.hget(envelope_key(pool), "envelope")
@@ -119,25 +123,25 @@ class Delivery:
             envelope = Envelope.from_json(text)
         except EnvelopeRefusedError:
             return False
-        says = (envelope.revision, envelope.digest, body_digest(envelope.body))
+        says = (envelope.revision, envelope.digest, text_digest(envelope.body))
         # Ed25519 signatures are a function of key and message.
         is_signed = envelope.signature == self._sign(envelope.message())
         return is_signed and says == (stored.revision, stored.digest, stored.digest)
 
     def forget(self, pool: str) -> None:
         """Drop what is remembered of a pool that is gone."""
-        self._envelopes.pop(pool, None)
+        self._newest.pop(pool, None)
 
     def _envelope(
         self,
         compiled: CompiledPool,
         stored: Stored | None,
         seen: Mapping[str, tuple[int, str]],
-    ) -> Envelope:
-        last = self._envelopes.get(compiled.pool)
-        if last is not None and last.pool_uid != compiled.pool_uid:
-            last = None
-        remembered = {"memory": (last.revision, last.digest)} if last is not None else {}
+    ) -> tuple[Envelope, LinedPolicy]:
+        newest = self._newest.get(compiled.pool)
+        if newest is not None and newest[0].pool_uid != compiled.pool_uid:
+            newest = None
+        remembered = {"memory": (newest[0].revision, newest[0].digest)} if newest else {}
         snapshot = compiled.snapshot
         revision = plan_revision(
             snapshot.digest,
@@ -145,17 +149,27 @@ class Delivery:
             stored=stored,
             seen={**seen, **remembered},
         )
-        if last is not None and (last.revision, last.digest) == (revision, snapshot.digest):
-            return last
-        return seal(
+        if newest is not None and remembered["memory"] == (revision, snapshot.digest):
+            return newest
+        sealed = seal(
             snapshot,
             pool_uid=compiled.pool_uid,
             revision=revision,
             issued_at=timestamp(datetime.now(UTC)),
             sign=self._sign,
         )
+        return sealed, LinedPolicy.of(snapshot)
 
-    async def _try_store(self, envelope: Envelope) -> bool:
+    def _message(self, envelope: Envelope, policy: LinedPolicy) -> str:
+        """Return what wakes the engines: what has changed, or the revision's number alone."""
+        _, last = self._newest.get(envelope.pool, (None, None))
+        if last is not None:
+            change = last.change_to(policy, envelope).to_json()
+            if len(change) <= MAX_CHANGE_BYTES:
+                return change
+        return str(envelope.revision)
+
+    async def _try_store(self, envelope: Envelope, policy: LinedPolicy) -> bool:
         pool = envelope.pool
         arguments: list[Any] = [
             envelope.revision,
@@ -163,6 +177,7 @@ class Delivery:
             envelope.pool_uid,
             envelope.to_json(),
             wake_channel(pool),
+            self._message(envelope, policy),
         ]
         is_stored = bool(await self._store(keys=[envelope_key(pool)], args=arguments))
         if is_stored:

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tidegate_policies.problems import first_problem
-from tidegate_policies.snapshot import PolicySnapshot, SnapshotError, body_digest
+from tidegate_policies.snapshot import PolicySnapshot, SnapshotError, text_digest
 
 Sign = Callable[[bytes], str]
 """Signs a message; returns the signature as text."""
@@ -42,9 +42,9 @@ class Envelope:
         pool: `namespace/name`.
         pool_uid: `metadata.uid` of the EnginePool: a recreated pool is another pool.
         revision: Grows with every published change of the pool.
-        digest: SHA-256 (hex) of `body`.
+        digest: Of `body`, as `text_digest` has it.
         issued_at: RFC 3339; for people only, no decision looks at it.
-        body: The snapshot's canonical JSON, as text, exactly the bytes that were digested.
+        body: The snapshot's canonical text, exactly the bytes that were digested.
         signature: Over `message()`.
     """
 
@@ -90,7 +90,7 @@ def seal(
         revision=revision,
         digest=snapshot.digest,
         issued_at=issued_at,
-        body=snapshot.to_json(),
+        body=snapshot.to_text(),
     )
     return Envelope(**{**asdict(unsigned), "signature": sign(unsigned.message())})
 
@@ -107,6 +107,24 @@ def unseal(envelope: Envelope, *, pool: str, newer_than: int, verify: Verify) ->
     Raises:
         EnvelopeRefusedError: With the first reason that applies; nothing in it may be used then.
     """
+    check_envelope(envelope, pool=pool, newer_than=newer_than, verify=verify)
+    if text_digest(envelope.body) != envelope.digest:
+        raise EnvelopeRefusedError("DigestMismatch", "the body is not the one that was signed")
+    try:
+        snapshot = PolicySnapshot.from_text(envelope.body)
+    except SnapshotError as error:
+        raise EnvelopeRefusedError("InvalidSnapshot", str(error)) from error
+    if snapshot.pool != pool:
+        raise EnvelopeRefusedError("WrongPool", f"the snapshot is for pool {snapshot.pool!r}")
+    return snapshot
+
+
+def check_envelope(envelope: Envelope, *, pool: str, newer_than: int, verify: Verify) -> None:
+    """Check all of an envelope but its body; the arguments are those of `unseal`.
+
+    Raises:
+        EnvelopeRefusedError: With the first reason that applies.
+    """
     if not verify(envelope.message(), envelope.signature):
         raise EnvelopeRefusedError("BadSignature", "the signature is not the operator's")
     if envelope.pool != pool:
@@ -115,15 +133,6 @@ def unseal(envelope: Envelope, *, pool: str, newer_than: int, verify: Verify) ->
         raise EnvelopeRefusedError(
             "StaleRevision", f"revision {envelope.revision} is not newer than {newer_than}"
         )
-    if body_digest(envelope.body) != envelope.digest:
-        raise EnvelopeRefusedError("DigestMismatch", "the body is not the one that was signed")
-    try:
-        snapshot = PolicySnapshot.from_json(envelope.body)
-    except SnapshotError as error:
-        raise EnvelopeRefusedError("InvalidSnapshot", str(error)) from error
-    if snapshot.pool != pool:
-        raise EnvelopeRefusedError("WrongPool", f"the snapshot is for pool {snapshot.pool!r}")
-    return snapshot
 
 
 _ADAPTER = TypeAdapter(Envelope)

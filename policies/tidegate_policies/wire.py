@@ -30,7 +30,7 @@ def envelope_key(pool: str) -> str:
 
 
 def wake_channel(pool: str) -> str:
-    """Return the channel on which the operator publishes the number of a new revision."""
+    """Return the channel on which the operator publishes a `PolicyChange`, or a new revision."""
     return f"tidegate:{pool}:wake"
 
 

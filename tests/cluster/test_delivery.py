@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 from redis.asyncio import Redis
+from redis.asyncio.client import PubSub
 
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_operator.compiler import CompiledPool, compile_pool
 from tidegate_operator.delivery import ContestedRevisionError, Delivery
 from tidegate_operator.keys import generate_signing_key, public_key_text, signer, verifier
+from tidegate_policies.change import LinedPolicy, PolicyChange
 from tidegate_policies.envelope import Envelope, Sign, Verify, unseal
 from tidegate_policies.wire import envelope_key, wake_channel
 from tidegate_testing.objects import a_tenant_policy, a_view, an_engine_pool
@@ -148,9 +152,38 @@ async def test_slower_of_two_operators_never_goes_back(redis: Redis, sign: Sign)
 
 async def test_writer_that_always_loses_says_so(redis: Redis, sign: Sign) -> None:
     class Unlucky(Delivery):
-        async def _try_store(self, envelope: Envelope) -> bool:
+        async def _try_store(self, envelope: Envelope, policy: LinedPolicy) -> bool:
             await redis.hset(envelope_key(POOL), "revision", str(envelope.revision + 1))
-            return await super()._try_store(envelope)
+            return await super()._try_store(envelope, policy)
 
     with pytest.raises(ContestedRevisionError, match="team/chat"):
         await Unlucky(redis, sign).publish(a_compiled(), {})
+
+
+async def test_engines_are_told_what_has_changed_since_the_revision_before(
+    redis: Redis, keys: tuple[Sign, Verify]
+) -> None:
+    sign, verify = keys
+    delivery = Delivery(redis, sign)
+    first, second = a_compiled(1), a_compiled(2)
+    async with redis.pubsub(ignore_subscribe_messages=True) as pubsub:
+        await pubsub.subscribe(wake_channel(POOL))
+        await delivery.publish(first, {})
+        await delivery.publish(second, {})
+        messages = [await next_message(pubsub) for _ in range(2)]
+
+    assert messages[0] == b"1"
+    change = PolicyChange.from_json(messages[1])
+    reached = LinedPolicy.of(first.snapshot).changed_by(change)
+    assert reached.snapshot == second.snapshot
+    stored = await stored_envelope(redis)
+    assert replace(change.envelope, body=reached.text) == stored
+    unseal(stored, pool=POOL, newer_than=1, verify=verify)
+
+
+async def next_message(pubsub: PubSub) -> bytes:
+    async with asyncio.timeout(10):
+        while (found := await pubsub.get_message(timeout=1.0)) is None:
+            continue
+    data: bytes = found["data"]
+    return data

@@ -22,6 +22,7 @@ from tidegate_policies.wire import Refusal
 from tidegate_testing.control import Publisher, until
 from tidegate_testing.policies import a_snapshot, a_tenant
 
+NOWHERE = "redis://127.0.0.1:1/0"
 FIRST, SECOND = a_snapshot(a_tenant("acme")), a_snapshot(a_tenant("zeta"))
 
 
@@ -137,6 +138,65 @@ async def test_the_same_policy_again_is_nothing_new(publisher: Publisher, tmp_pa
         assert follower.refused is None
 
 
+@pytest.mark.usefixtures("rare_polls")
+async def test_a_change_is_taken_without_reading_the_whole_policy(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    publisher.publish(FIRST, 1)
+    async with a_follower(publisher, tmp_path) as follower:
+        await until(lambda: follower.revision == 1, "revision 1")
+        change = publisher.change(FIRST, SECOND, 2)
+        # What can't be read as an envelope would be refused.
+        publisher.put(replace(change.envelope, body="never read"))
+        publisher.announce(change.to_json())
+        await until(lambda: follower.revision == 2, "revision 2", timeout_seconds=5)
+        assert follower.board.in_force is not None
+        assert follower.board.in_force.snapshot.tenants == SECOND.tenants
+        assert follower.refused is None
+        stored = await until(follower.state.read, "a file")
+        await until(lambda: Envelope.from_json(follower.state.read() or "").revision == 2, "2")
+    assert Envelope.from_json(stored).pool == publisher.pool
+    # What is on the disk is whole: a start without Redis needs no more.
+    async with a_follower(replace(publisher, url=NOWHERE), tmp_path) as restarted:
+        await until(lambda: restarted.revision == 2, "revision 2 from the disk")
+
+
+@pytest.mark.usefixtures("rare_polls")
+@pytest.mark.parametrize("kind", ["forged", "tampered", "from elsewhere", "foreign", "no change"])
+async def test_a_change_that_is_not_good_makes_the_whole_policy_be_read(
+    publisher: Publisher, tmp_path: Path, kind: str
+) -> None:
+    publisher.publish(FIRST, 1)
+    change = publisher.change(FIRST, SECOND, 2)
+    announced = {
+        "forged": replace(publisher, key=Ed25519PrivateKey.generate()).change(FIRST, SECOND, 2),
+        "tampered": replace(change, tenants=tuple(t.replace(":", ": ") for t in change.tenants)),
+        "from elsewhere": replace(change, base="0" * 64),
+        "foreign": replace(publisher, pool="serving/other").change(FIRST, SECOND, 2),
+    }
+    async with a_follower(publisher, tmp_path) as follower:
+        await until(lambda: follower.revision == 1, "revision 1")
+        publisher.put(publisher.envelope(SECOND, 2))
+        message = announced[kind].to_json() if kind in announced else "no change"
+        publisher.announce(message)
+        await until(lambda: follower.revision == 2, "revision 2", timeout_seconds=5)
+        assert follower.refused is None
+
+
+@pytest.mark.usefixtures("rare_polls")
+async def test_a_change_alone_without_the_policy_in_redis_is_followed_by_what_redis_has(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    publisher.publish(FIRST, 1)
+    async with a_follower(publisher, tmp_path) as follower:
+        await until(lambda: follower.revision == 1, "revision 1")
+        publisher.announce(publisher.change(FIRST, SECOND, 2).to_json())
+        await until(lambda: follower.revision == 2, "revision 2", timeout_seconds=5)
+        # Redis holds an older one than the engine was told of.
+        refusal = await until(lambda: follower.refused, "a refusal")
+        assert refusal.reason == "StaleRevision"
+
+
 def forged(publisher: Publisher) -> Envelope:
     return replace(publisher, key=Ed25519PrivateKey.generate()).envelope(SECOND, 7)
 
@@ -146,7 +206,7 @@ def foreign(publisher: Publisher) -> Envelope:
 
 
 def changed(publisher: Publisher) -> Envelope:
-    return replace(publisher.envelope(SECOND, 7), body=FIRST.to_json())
+    return replace(publisher.envelope(SECOND, 7), body=FIRST.to_text())
 
 
 def unsigned(publisher: Publisher) -> Envelope:

@@ -357,7 +357,7 @@ def test_order_of_objects_makes_no_difference(
 @settings(max_examples=60, deadline=None)
 def test_any_cluster_compiles_to_what_engines_can_read(found: list[TenantPolicy]) -> None:
     compiled = compile_cluster(found)
-    assert PolicySnapshot.from_json(compiled.snapshot.to_json()) == compiled.snapshot
+    assert PolicySnapshot.from_text(compiled.snapshot.to_text()) == compiled.snapshot
     assert set(compiled.verdicts) == {policy.metadata.qualified_name for policy in found}
 
 

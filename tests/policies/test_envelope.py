@@ -4,7 +4,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from tidegate_policies.envelope import Envelope, EnvelopeRefusedError, seal, unseal
-from tidegate_policies.snapshot import PolicySnapshot, body_digest
+from tidegate_policies.snapshot import PolicySnapshot, text_digest
 from tidegate_testing.policies import POOL, a_snapshot, a_tenant
 
 
@@ -47,7 +47,7 @@ def test_a_revision_cannot_be_raised_nor_a_body_swapped() -> None:
         opened(replace(sealed(), revision=99))
     assert refused.value.reason == "BadSignature"
     with pytest.raises(EnvelopeRefusedError) as refused:
-        opened(replace(sealed(), body=a_snapshot(a_tenant(weight=9)).to_json()))
+        opened(replace(sealed(), body=a_snapshot(a_tenant(weight=9)).to_text()))
     assert refused.value.reason == "DigestMismatch"
 
 
@@ -65,8 +65,8 @@ def test_another_pools_policy_is_refused() -> None:
 
 
 def test_a_signed_body_that_no_engine_could_obey_is_refused() -> None:
-    body = a_snapshot(a_tenant(weight=7)).to_json().replace("7", "-7")
-    bad = replace(sealed(), body=body, digest=body_digest(body))
+    body = a_snapshot(a_tenant(weight=7)).to_text().replace("7", "-7")
+    bad = replace(sealed(), body=body, digest=text_digest(body))
     with pytest.raises(EnvelopeRefusedError, match=r"tenants\.0\.weight") as refused:
         opened(replace(bad, signature=sign(bad.message())))
     assert refused.value.reason == "InvalidSnapshot"

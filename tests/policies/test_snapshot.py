@@ -87,22 +87,23 @@ snapshots = st.builds(
 
 @given(snapshots)
 def test_a_snapshot_survives_its_text_and_has_only_one(snapshot: PolicySnapshot) -> None:
-    text = snapshot.to_json()
-    again = PolicySnapshot.from_json(text)
+    text = snapshot.to_text()
+    again = PolicySnapshot.from_text(text)
     assert again == snapshot
-    assert (again.to_json(), again.digest) == (text, snapshot.digest)
+    assert (again.to_text(), again.digest) == (text, snapshot.digest)
 
 
 @given(snapshots)
 def test_a_text_that_spells_out_the_defaults_has_the_same_digest(snapshot: PolicySnapshot) -> None:
-    everything = json.dumps(asdict(snapshot))
-    assert PolicySnapshot.from_json(everything).digest == snapshot.digest
+    pool = asdict(snapshot)
+    everything = "\n".join(json.dumps(part) for part in (pool, *pool.pop("tenants")))
+    assert PolicySnapshot.from_text(everything).digest == snapshot.digest
 
 
 def test_the_text_of_a_tenant_holds_only_what_it_chose() -> None:
     chosen = a_tenant(max_running=2, preemption=PreemptionRule(mode=PreemptionMode.SWAP))
-    (rule,) = json.loads(a_snapshot(chosen).to_json())["tenants"]
-    assert rule == {
+    _, line = a_snapshot(chosen).to_text().split("\n")
+    assert json.loads(line) == {
         "tenant": "acme",
         "policy": "teams/acme",
         "tier": "standard",
@@ -113,7 +114,7 @@ def test_the_text_of_a_tenant_holds_only_what_it_chose() -> None:
 
 def test_a_thousand_tenants_are_a_short_text() -> None:
     snapshot = a_snapshot(*(a_tenant(f"team-{n}") for n in range(1000)))
-    assert len(snapshot.to_json()) < 100_000
+    assert len(snapshot.to_text()) < 100_000
 
 
 def test_the_defaults_are_part_of_the_format() -> None:
@@ -220,19 +221,24 @@ def test_any_change_changes_the_digest() -> None:
     [
         ("{}", "pool"),
         ("nonsense", "JSON"),
-        (a_snapshot(a_tenant(weight=7)).to_json().replace("7", "-7"), "tenants.0.weight"),
-        (a_snapshot(a_tenant(weight=7)).to_json().replace("7", "1000001"), "1000000"),
+        (a_snapshot(a_tenant(weight=7)).to_text().replace("7", "-7"), "tenants.0.weight"),
+        (a_snapshot(a_tenant(weight=7)).to_text().replace("7", "1000001"), "1000000"),
         (
-            a_snapshot(watermarks=WatermarkRule(low_percent=70)).to_json().replace("70", "95"),
+            a_snapshot(watermarks=WatermarkRule(low_percent=70)).to_text().replace("70", "95"),
             "low 95",
         ),
-        (a_snapshot().to_json().replace("standard", "gone", 1), "not in the snapshot"),
-        (a_snapshot().to_json().replace('"policy"', '"burst":1,"policy"', 1), "burst"),
+        (a_snapshot().to_text().replace("standard", "gone", 1), "not in the snapshot"),
+        (a_snapshot().to_text().replace('"policy"', '"burst":1,"policy"', 1), "burst"),
+        (a_snapshot().to_text()[:-1], "JSON"),
+        (
+            '{"pool":"p","tiers":[{"name":"t","value":0}],"tenants":[{"tenant":"a","policy":"p","tier":"t"}]}',
+            "tenants: each has a line",
+        ),
     ],
 )
 def test_a_bad_text_is_refused_by_the_name_of_its_field(text: str, named: str) -> None:
     with pytest.raises(SnapshotError, match=named):
-        PolicySnapshot.from_json(text)
+        PolicySnapshot.from_text(text)
 
 
 def test_contradictions_are_refused() -> None:

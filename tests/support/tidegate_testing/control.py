@@ -11,6 +11,7 @@ from typing import TypeVar
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from redis import Redis
 
+from tidegate_policies.change import LinedPolicy, PolicyChange
 from tidegate_policies.envelope import Envelope, seal
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_policies.wire import EngineReport, envelope_key, report_key, wake_channel
@@ -67,6 +68,16 @@ class Publisher:
         self.wake(revision)
         return envelope
 
+    def change(self, old: PolicySnapshot, new: PolicySnapshot, revision: int) -> PolicyChange:
+        """Return what leads from one policy of this pool to a revision."""
+        before, after = (LinedPolicy.of(replace(one, pool=self.pool)) for one in (old, new))
+        return before.change_to(after, self.envelope(new, revision))
+
+    def announce(self, message: str) -> None:
+        """Wake the engines with any message."""
+        with Redis.from_url(self.url) as redis:
+            redis.publish(wake_channel(self.pool), message)
+
     def put(self, envelope: Envelope) -> None:
         """Store an envelope without a wake-up."""
         fields = {
@@ -84,9 +95,8 @@ class Publisher:
             redis.hset(envelope_key(self.pool), mapping=fields)
 
     def wake(self, revision: int) -> None:
-        """Wake the engines."""
-        with Redis.from_url(self.url) as redis:
-            redis.publish(wake_channel(self.pool), str(revision))
+        """Wake the engines without telling them what has changed."""
+        self.announce(str(revision))
 
     def subscribers(self) -> int:
         """Count the engines that wait for a wake-up."""
