@@ -65,6 +65,11 @@ class KubernetesApi:
     ) -> None:
         await self._session.close()
 
+    @property
+    def port(self) -> int:
+        """The server's port."""
+        return int(self._server.rpartition(":")[2])
+
     async def get(self, path: str, parameters: Mapping[str, str] | None = None) -> Json:
         """Returns the object or list at the path.
 

@@ -23,6 +23,7 @@ FIRST_BACK_OFF_SECONDS = 1.0
 LONGEST_BACK_OFF_SECONDS = 30.0
 # Who has run this long starts again without the waits of earlier crashes.
 FORGIVEN_AFTER_SECONDS = 60.0
+LEAST_GRACE_SECONDS = 2.0
 # A missing Secret or ConfigMap is looked for again so often.
 CONFIG_RETRY_SECONDS = 1.0
 
@@ -237,12 +238,22 @@ class Container:
                 return
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        if self._grace_seconds > 0:
+        pause = min(self._pre_stop_seconds(), self._grace_seconds)
+        if pause > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), pause)
+        # What the hook takes is part of the grace; like a real kubelet, this one leaves a moment.
+        grace = max(self._grace_seconds - pause, min(self._grace_seconds, LEAST_GRACE_SECONDS))
+        if grace > 0 and process.returncode is None:
             _signal_group(process.pid, signal.SIGTERM)
             with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), self._grace_seconds)
+                await asyncio.wait_for(process.wait(), grace)
         if process.returncode is None:
             _signal_group(process.pid, signal.SIGKILL)
+
+    def _pre_stop_seconds(self) -> float:
+        hook = self._spec.get("lifecycle", {}).get("preStop", {})
+        return float(hook.get("sleep", {}).get("seconds", 0))
 
     def _is_restarted(self, code: int) -> bool:
         policy = self._around.restart_policy

@@ -1,10 +1,11 @@
 """A kubelet that runs pods as processes of this machine.
 
 What it has: Node and Lease; pods by `spec.nodeName`, each in a place of a PodNetwork; `command`,
-`args`, `env`, `envFrom`; httpGet probes; restarts with back-off; status; graceful deletion; a log
-file per container. What it lacks, it names in the container's waiting state: init containers,
-volumes, lifecycle hooks, other probes. It limits neither processor nor memory, and pods see this
-machine's files.
+`args`, `env`, `envFrom`; httpGet and tcpSocket probes; the usual volumes, where pods have
+namespaces; restarts with back-off; status; graceful deletion, `preStop.sleep` included; a log file
+per container. What it lacks, it names in the container's waiting state: init containers, other
+volumes, hooks and probes. It limits neither processor nor memory, everything runs as this process's
+user, and pods see this machine's files.
 """
 
 from __future__ import annotations
@@ -109,7 +110,12 @@ class ProcessKubelet:
                 name=self.node_name,
                 root=self._root,
                 images=self._images,
-                environment={"PATH": os.environ.get("PATH", os.defpath)},
+                environment={
+                    "PATH": os.environ.get("PATH", os.defpath),
+                    # The API server, as every pod finds it.
+                    "KUBERNETES_SERVICE_HOST": self.host_address,
+                    "KUBERNETES_SERVICE_PORT": str(self._api.port),
+                },
                 api=self._api,
                 network=self._network,
                 lifeline=self._lifeline,

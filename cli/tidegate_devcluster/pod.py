@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
-from tidegate_devcluster import pod_environment, pod_status
+from tidegate_devcluster import pod_environment, pod_status, pod_support, pod_volumes
 from tidegate_devcluster.api import Json, KubernetesApi
 from tidegate_devcluster.container import (
     Container,
@@ -24,6 +24,7 @@ from tidegate_devcluster.container import (
 from tidegate_devcluster.errors import ApiError, NetworkError
 from tidegate_devcluster.network import PodNetwork, PodPlace
 from tidegate_devcluster.pod_environment import ContainerConfigError, Sources
+from tidegate_devcluster.pod_volumes import PodVolumes
 from tidegate_devcluster.processes import Lifeline
 from tidegate_devcluster.progress import Progress
 
@@ -153,7 +154,7 @@ class Pod:
         )
 
     async def _launch(self, spec: Json, place: PodPlace, folder: Path) -> Launch:
-        missing = pod_environment.unsupported(self._pod)
+        missing = pod_support.unsupported(self._pod, has_mounts=bool(place.prefix))
         if missing is not None:
             raise ContainerConfigError("CreateContainerConfigError", missing)
         config_maps, secrets = pod_environment.named_sources(spec)
@@ -174,9 +175,30 @@ class Pod:
         own = pod_environment.environment(spec, self._pod, sources)
         common = {**self._node.environment, "HOME": str(folder), "TMPDIR": str(folder)}
         return Launch(
-            command=pod_environment.command(spec, self._node.images, own),
+            command=[
+                *(await self._bind_command(spec, folder) if place.prefix else ()),
+                *pod_environment.command(spec, self._node.images, own),
+            ],
             environment={**common, **own},
         )
+
+    async def _bind_command(self, spec: Json, folder: Path) -> list[str]:
+        volumes = PodVolumes(
+            folder / "volumes", self._pod, read=self._source, request_token=self._token
+        )
+        return pod_volumes.bind_command(await volumes.mounts(spec))
+
+    async def _token(self, spec: Json) -> str:
+        account = self._pod["spec"]["serviceAccountName"]
+        namespace = self._path.rpartition("/pods/")[0]
+        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec}
+        try:
+            made = await self._node.api.create(
+                f"{namespace}/serviceaccounts/{account}/token", request
+            )
+        except (ApiError, aiohttp.ClientError, TimeoutError) as error:
+            raise ContainerConfigError("CreateContainerConfigError", str(error)) from error
+        return str(made["status"]["token"])
 
     async def _source(self, kind: str, name: str) -> Json | None:
         path = f"{self._path.rpartition('/pods/')[0]}/{kind}/{name}"

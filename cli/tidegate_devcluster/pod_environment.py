@@ -12,7 +12,6 @@ from tidegate_devcluster.errors import DevClusterError
 from tidegate_devcluster.network import PodPlace
 
 REFERENCE = re.compile(r"\$(\$|\(([A-Za-z_.-][A-Za-z0-9_.-]*)\))")
-SERVICE_ACCOUNT_MOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
 class ContainerConfigError(DevClusterError):
@@ -118,29 +117,6 @@ def command(
     else:
         first = [expanded(part, variables) for part in entry_point]
     return first + [expanded(part, variables) for part in container.get("args", ())]
-
-
-def unsupported(pod: Json) -> str | None:
-    """Names the first thing the pod asks for and this kubelet lacks; None where there is none."""
-    spec = pod["spec"]
-    for name in ("initContainers", "readinessGates"):
-        if spec.get(name):
-            return f"spec.{name}: not supported by the process kubelet"
-    for container in spec["containers"]:
-        where = f"container {container['name']}"
-        if "lifecycle" in container:
-            return f"{where}: lifecycle hooks are not supported by the process kubelet"
-        for mount in container.get("volumeMounts", ()):
-            # Admission adds this one to every pod.
-            if mount["mountPath"] != SERVICE_ACCOUNT_MOUNT:
-                return (
-                    f"{where}: volume mount {mount['mountPath']} is not supported by the process "
-                    "kubelet; pass values by env"
-                )
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            if probe in container and "httpGet" not in container[probe]:
-                return f"{where}: {probe} must be httpGet for the process kubelet"
-    return None
 
 
 def expanded(text: str, variables: Mapping[str, str]) -> str:

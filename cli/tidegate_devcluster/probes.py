@@ -1,4 +1,4 @@
-"""httpGet probes: one request after the other, and the verdict when it changes."""
+"""httpGet and tcpSocket probes: one request after the other, and the verdict when it changes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ LOWEST_FAILURE = 400
 
 @dataclass(frozen=True)
 class Probe:
-    """An httpGet probe of a container at its place.
+    """A probe of a container at its place.
 
     Attributes:
+        url: What is asked for; `tcp://host:port` = a connection is enough.
         failure_threshold: Failures in a row that make it fail.
         success_threshold: Successes in a row that make it pass.
     """
@@ -50,6 +51,8 @@ class Probe:
             await asyncio.sleep(self.period_seconds)
 
     async def _ask(self, session: aiohttp.ClientSession) -> bool:
+        if self.url.startswith("tcp://"):
+            return await self._connects()
         timeout = aiohttp.ClientTimeout(total=self.timeout_seconds)
         try:
             async with session.get(
@@ -59,24 +62,44 @@ class Probe:
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
 
+    async def _connects(self) -> bool:
+        host, _, port = self.url.removeprefix("tcp://").rpartition(":")
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                _, writer = await asyncio.open_connection(host, int(port))
+        except (TimeoutError, OSError):
+            return False
+        writer.close()
+        return True
+
 
 def probe_of(container: Json, kind: str, place: PodPlace) -> Probe | None:
     """Returns the container's probe of that kind, for example "readinessProbe"; None without."""
     spec = container.get(kind)
     if spec is None:
         return None
-    request = spec["httpGet"]
-    host, port = place.endpoint(_port(request["port"], container))
-    scheme = request.get("scheme", "HTTP").lower()
     return Probe(
-        url=f"{scheme}://{request.get('host', host)}:{port}/{request.get('path', '').lstrip('/')}",
-        headers={header["name"]: header["value"] for header in request.get("httpHeaders", ())},
+        url=_url(spec, container, place),
+        headers={
+            header["name"]: header["value"]
+            for header in spec.get("httpGet", {}).get("httpHeaders", ())
+        },
         initial_delay_seconds=float(spec.get("initialDelaySeconds", 0)),
         period_seconds=float(spec.get("periodSeconds", 10)),
         timeout_seconds=float(spec.get("timeoutSeconds", 1)),
         failure_threshold=int(spec.get("failureThreshold", 3)),
         success_threshold=int(spec.get("successThreshold", 1)),
     )
+
+
+def _url(spec: Json, container: Json, place: PodPlace) -> str:
+    request = spec.get("httpGet") or spec["tcpSocket"]
+    host, port = place.endpoint(_port(request["port"], container))
+    host = request.get("host", host)
+    if "httpGet" not in spec:
+        return f"tcp://{host}:{port}"
+    scheme = request.get("scheme", "HTTP").lower()
+    return f"{scheme}://{host}:{port}/{request.get('path', '').lstrip('/')}"
 
 
 def _port(port: int | str, container: Json) -> int:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -225,6 +227,111 @@ def test_a_pod_reaches_redis_and_the_api_server_by_the_host_address(
         *("wait", "pod/caller", "--for=jsonpath={.status.phase}=Succeeded"),
         *("-n", cluster_namespace, "--timeout=30s"),
     )
+
+
+def test_a_pod_sees_its_volumes_and_logs_in_to_the_api_server_with_its_own_token(
+    full_cluster: RunningCluster, cluster_namespace: str
+) -> None:
+    code = (
+        "import os, pathlib, urllib.request, ssl, json\n"
+        "own = pathlib.Path('/var/run/secrets/kubernetes.io/serviceaccount')\n"
+        "request = urllib.request.Request('https://%s:%s/apis/authentication.k8s.io/v1/' % (\n"
+        "    os.environ['KUBERNETES_SERVICE_HOST'], os.environ['KUBERNETES_SERVICE_PORT'])\n"
+        "    + 'selfsubjectreviews', headers={'Content-Type': 'application/json',\n"
+        "    'Authorization': 'Bearer ' + (own / 'token').read_text()}, method='POST',\n"
+        "    data=json.dumps({'apiVersion': 'authentication.k8s.io/v1',\n"
+        "    'kind': 'SelfSubjectReview'}).encode())\n"
+        "tls = ssl.create_default_context(cafile=own / 'ca.crt')\n"
+        "answer = json.load(urllib.request.urlopen(request, context=tls))\n"
+        "print(answer['status']['userInfo']['username'], (own / 'namespace').read_text())\n"
+        "print(pathlib.Path('/run/tidegate/key/as/wished').read_text())\n"
+        "scratch = pathlib.Path('/run/tidegate/scratch/file')\n"
+        "print(scratch.exists(), scratch.write_text('kept'))\n"
+        "try: pathlib.Path('/run/tidegate/key/new').write_text('')\n"
+        "except OSError as error: print(error.strerror)\n"
+    )
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "reader"},
+        "spec": {
+            "restartPolicy": "Never",
+            "volumes": [
+                {
+                    "name": "key",
+                    "secret": {
+                        "secretName": "keys",
+                        "items": [{"key": "first", "path": "as/wished"}],
+                    },
+                },
+                {"name": "scratch", "emptyDir": {}},
+            ],
+            "containers": [
+                {
+                    "name": "reader",
+                    "image": "python",
+                    "args": ["-c", code],
+                    "volumeMounts": [
+                        {"name": "key", "mountPath": "/run/tidegate/key"},
+                        {"name": "scratch", "mountPath": "/run/tidegate/scratch"},
+                    ],
+                }
+            ],
+        },
+    }
+    full_cluster.kubectl("apply", "-n", cluster_namespace, "-f", "-", input=json.dumps(pod))
+    missing = eventually(
+        lambda: waiting(pods_of(full_cluster, cluster_namespace)[0]).get("message", ""),
+        "a waiting container",
+    )
+    assert "Secret 'keys' not found" in missing
+    full_cluster.kubectl(
+        *("create", "secret", "generic", "keys", "-n", cluster_namespace),
+        *("--from-literal=first=swordfish", "--from-literal=second=x"),
+    )
+
+    full_cluster.kubectl(
+        *("wait", "pod/reader", "--for=jsonpath={.status.phase}=Succeeded"),
+        *("-n", cluster_namespace, "--timeout=30s"),
+    )
+    assert full_cluster.log(cluster_namespace, "reader", "reader").splitlines() == [
+        f"system:serviceaccount:{cluster_namespace}:default {cluster_namespace}",
+        "swordfish",
+        "False 4",
+        "Read-only file system",
+    ]
+    assert not Path("/run/tidegate/key/as").exists()
+
+
+def test_sigterm_comes_after_the_pause_of_the_pre_stop_hook(
+    full_cluster: RunningCluster, cluster_namespace: str
+) -> None:
+    code = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print(time.time(), flush=True), sys.exit()))\n"
+        "print('up', flush=True)\n"
+        "while True: time.sleep(3600)\n"
+    )
+    container = {
+        "name": "calm",
+        "image": "python",
+        "args": ["-c", code],
+        "lifecycle": {"preStop": {"sleep": {"seconds": 2}}},
+    }
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "calm"},
+        "spec": {"containers": [container], "terminationGracePeriodSeconds": 20},
+    }
+    full_cluster.kubectl("apply", "-n", cluster_namespace, "-f", "-", input=json.dumps(pod))
+    eventually(lambda: full_cluster.log(cluster_namespace, "calm", "calm"), "its first line")
+
+    began = time.time()
+    full_cluster.kubectl("delete", "pod", "calm", "-n", cluster_namespace)
+
+    asked_at = float(full_cluster.log(cluster_namespace, "calm", "calm").splitlines()[1])
+    assert 2 <= asked_at - began < 20
 
 
 def test_a_container_that_ignores_sigterm_is_killed_after_its_grace(

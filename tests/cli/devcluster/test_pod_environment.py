@@ -13,7 +13,6 @@ from tidegate_devcluster.pod_environment import (
     environment,
     expanded,
     named_sources,
-    unsupported,
 )
 
 NAMESPACE = PodPlace("10.213.7.2", "10.213.7.2")
@@ -152,28 +151,3 @@ def test_command_replaces_the_images_own_and_args_follow(
     images = {"web": ["run", "fast"]}
 
     assert command({"image": "web", **container}, images, {"P": "80"}) == line
-
-
-@pytest.mark.parametrize(
-    ("spec", "named"),
-    [
-        ({"initContainers": [{}]}, "spec.initContainers"),
-        ({"readinessGates": [{}]}, "spec.readinessGates"),
-        ({"container": {"lifecycle": {}}}, "container web: lifecycle"),
-        ({"container": {"volumeMounts": [{"mountPath": "/models"}]}}, "volume mount /models"),
-        ({"container": {"livenessProbe": {"exec": {}}}}, "livenessProbe must be httpGet"),
-    ],
-)
-def test_what_the_kubelet_lacks_is_named(spec: dict[str, Any], named: str) -> None:
-    container = {"name": "web", **spec.pop("container", {})}
-
-    found = unsupported({"spec": {"containers": [container], **spec}})
-
-    assert found is not None
-    assert named in found
-
-
-def test_the_service_account_that_admission_mounts_is_no_obstacle() -> None:
-    mount = {"mountPath": "/var/run/secrets/kubernetes.io/serviceaccount"}
-
-    assert unsupported({"spec": {"containers": [{"name": "web", "volumeMounts": [mount]}]}}) is None

@@ -85,6 +85,23 @@ async def test_nobody_listening_fails() -> None:
     assert await verdicts("http://127.0.0.1:9/readyz", 1) == [False]
 
 
+async def test_a_tcp_probe_passes_while_somebody_listens() -> None:
+    server = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server:
+        assert await verdicts(f"tcp://127.0.0.1:{port}", 1) == [True]
+    assert await verdicts(f"tcp://127.0.0.1:{port}", 1) == [False]
+
+
+def test_a_tcp_probe_is_of_the_containers_port() -> None:
+    container = {**CONTAINER, "livenessProbe": {"tcpSocket": {"port": "http"}}}
+
+    probe = probe_of(container, "livenessProbe", PodPlace("10.213.0.2", "10.213.0.2"))
+
+    assert probe is not None
+    assert probe.url == "tcp://10.213.0.2:8000"
+
+
 def test_a_named_port_is_the_containers_and_defaults_are_those_of_kubernetes() -> None:
     probe = probe_of(CONTAINER, "readinessProbe", PodPlace("10.213.0.2", "10.213.0.2"))
 
