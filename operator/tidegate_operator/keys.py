@@ -42,10 +42,9 @@ def generate_signing_key(path: Path) -> Ed25519PrivateKey:
         FileExistsError: There is a file already; it is not touched.
     """
     key = Ed25519PrivateKey.generate()
-    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(pem)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(private_key_text(key))
     return key
 
 
@@ -60,15 +59,33 @@ def load_signing_key(path: Path) -> Ed25519PrivateKey:
     except OSError as error:
         raise SigningKeyError(path, error.strerror or "can't be read") from error
     try:
+        return parse_signing_key(content)
+    except ValueError as error:
+        raise SigningKeyError(path, str(error)) from error
+
+
+def parse_signing_key(content: bytes) -> Ed25519PrivateKey:
+    """Read a private key: PEM, or base64 of the raw 32 bytes.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    try:
         if content.lstrip().startswith(b"-----BEGIN"):
             key = load_pem_private_key(content, password=None)
         else:
             key = Ed25519PrivateKey.from_private_bytes(base64.b64decode(content, validate=False))
     except (ValueError, TypeError, UnsupportedAlgorithm, binascii.Error) as error:
-        raise SigningKeyError(path, f"is neither PEM nor base64 of 32 bytes: {error}") from error
+        raise ValueError(f"is neither PEM nor base64 of 32 bytes: {error}") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise SigningKeyError(path, "is not an Ed25519 key")
+        # One kind of error for one kind of caller: the content is wrong, whatever its type.
+        raise ValueError("is not an Ed25519 key")  # noqa: TRY004
     return key
+
+
+def private_key_text(key: Ed25519PrivateKey) -> str:
+    """Return the private key as PEM."""
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
 
 
 def public_key_text(key: Ed25519PrivateKey) -> str:
