@@ -4,7 +4,7 @@ The status that is stored (or about to be) is the planner's only memory: what it
 status, changed as little as possible, so that "equal" means that there is nothing to write.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -28,7 +28,8 @@ from tidegate_operator.resources import (
     TenantPolicy,
     unenforced_fields,
 )
-from tidegate_operator.usage import PoolActivity
+from tidegate_operator.service_levels import standing
+from tidegate_operator.usage import ActivityInForce, PoolActivity, pool_usage, tenant_usage
 from tidegate_operator.verdicts import (
     ConditionType,
     Flaw,
@@ -127,6 +128,11 @@ def plan_policy_status(
     entries, progress = _policy_pools(policy, own, known=known, now=now)
     if progress:
         verdicts.append(_worst(progress))
+    activities = _activities(policy, own.values())
+    reported = None if activities is None else [one for a in activities for one in a.attainments]
+    level = standing(references.service, reported, known=known)
+    if level.verdict is not None:
+        verdicts.append(level.verdict)
     verdicts.append(ready(verdicts))
     status: Json = {
         **_common(known, verdicts, generation=policy.metadata.generation, now=now),
@@ -134,8 +140,11 @@ def plan_policy_status(
         "tier": references.tier.name,
         "pools": entries,
     }
-    if usage := _tenant_usage(policy, [state for state, _ in own.values()], known=known):
+    usage = known.get("usage") if activities is None else tenant_usage(activities)
+    if usage:
         status["usage"] = usage
+    if level.figures is not None:
+        status["serviceLevel"] = level.figures
     return _update(policy, status, is_settled=_is_settled(verdicts))
 
 
@@ -162,7 +171,7 @@ def plan_pool_status(state: PoolState, *, known: Json, now: datetime) -> StatusU
         "selector": selector_text(pool.spec.selector),
     }
     if state.activity is not None:
-        status["usage"] = _pool_usage(state.activity)
+        status["usage"] = pool_usage(state.activity)
     elif "usage" in known:
         status["usage"] = known["usage"]
     if state.published is not None:
@@ -339,61 +348,15 @@ def _update(resource: Resource, status: Json, *, is_settled: bool = True) -> Sta
     )
 
 
-def _pool_usage(activity: PoolActivity) -> Json:
-    return {
-        "running": activity.running,
-        "waiting": activity.waiting,
-        "swapped": activity.swapped,
-        "kvPercent": _percent(activity.kv_used_blocks, activity.kv_blocks),
-    }
-
-
-def _tenant_usage(policy: TenantPolicy, states: Sequence[PoolState], *, known: Json) -> Json | None:
-    """Return what the tenant uses over all its pools; None at rest, so that rest costs nothing."""
-    name = policy.metadata.qualified_name
-    measured = [(state, state.activity) for state in states if state.activity is not None]
-    if len(measured) < len(states):
-        return known.get("usage")
-    pairs = [
-        (state, whole, activity)
-        for state, whole in measured
-        if (activity := whole.tenants.get(policy.tenant)) is not None
-        and state.compiled.verdicts[name].is_in_force
-    ]
-    activities = [activity for _, _, activity in pairs]
-    if all(activity.is_idle for activity in activities):
-        return None
-    blocks = sum(whole.kv_blocks for _, whole, _ in pairs)
-    tokens = sum(activity.output_tokens_per_second for activity in activities)
-    service = sum(activity.service for activity in activities)
-    of_tier = sum(_tier_service(state, whole, policy) for state, whole, _ in pairs)
-    return {
-        "running": sum(activity.running for activity in activities),
-        "waiting": sum(activity.waiting for activity in activities),
-        "swapped": sum(activity.swapped for activity in activities),
-        "kvPercent": _percent(sum(a.kv_used_blocks for a in activities), blocks),
-        "borrowedPercent": _percent(sum(a.kv_borrowed_blocks for a in activities), blocks),
-        "outputTokensPerSecond": _rounded(tokens),
-        "sharePercent": _percent(service, of_tier),
-        "preempted": sum(activity.preempted for activity in activities),
-        "cancelled": sum(activity.cancelled for activity in activities),
-    }
-
-
-def _tier_service(state: PoolState, whole: PoolActivity, policy: TenantPolicy) -> float:
-    rules = state.compiled.snapshot.tenant_rules
-    tier = rules[policy.tenant].tier
-    return sum(
-        activity.service
-        for tenant, activity in whole.tenants.items()
-        if tenant in rules and rules[tenant].tier == tier
-    )
-
-
-def _percent(part: float, whole: float) -> int:
-    return max(0, min(100, round(100 * part / whole))) if whole > 0 else 0
-
-
-def _rounded(rate: float) -> int:
-    """Keep two digits: the noise below them is not worth a write."""
-    return int(float(f"{max(rate, 0.0):.2g}"))
+def _activities(
+    policy: TenantPolicy, own: Iterable[tuple[PoolState, PolicyVerdict]]
+) -> list[ActivityInForce] | None:
+    """Return what its tenant does where the policy is in force; None until that is measured."""
+    activities = []
+    for state, verdict in own:
+        if state.activity is None:
+            return None
+        if verdict.is_in_force and policy.tenant in state.activity.tenants:
+            rules = state.compiled.snapshot.tenant_rules
+            activities.append(ActivityInForce(state.activity, rules, policy.tenant))
+    return activities

@@ -1,9 +1,11 @@
-"""What tenants use: rates from the totals that engines report."""
+"""What tenants use: rates from the totals that engines report, and how a status says them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tidegate_policies.wire import EngineReport, TenantCounters
+from tidegate_operator.verdicts import Json
+from tidegate_policies.snapshot import TenantRule
+from tidegate_policies.wire import Attainment, EngineReport, TenantCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +18,9 @@ class TenantActivity:
         service: Charged service in the window.
         preempted: Total since the engines started.
         cancelled: Total since the engines started.
+        shed: Total since the engines started.
+        shed_in_window: Of these, those of the last sampling window.
+        attainments: Of each engine where the tenant has a service level and traffic.
     """
 
     running: int = 0
@@ -27,12 +32,15 @@ class TenantActivity:
     service: float = 0.0
     preempted: int = 0
     cancelled: int = 0
+    shed: int = 0
+    shed_in_window: int = 0
+    attainments: tuple[Attainment, ...] = ()
 
     @property
     def is_idle(self) -> bool:
-        """Whether the tenant had no work in the window and has none now."""
+        """Whether the tenant sent no work in the window and has none now."""
         work = self.running or self.waiting or self.swapped
-        return not (work or self.kv_used_blocks or self.service)
+        return not (work or self.kv_used_blocks or self.service or self.shed_in_window)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +53,41 @@ class PoolActivity:
     kv_blocks: int = 0
     kv_used_blocks: int = 0
     tenants: Mapping[str, TenantActivity] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivityInForce:
+    """What one policy's tenant does in a pool where the policy is in force, and it was seen.
+
+    Attributes:
+        pool: All of the pool.
+        rules: Of all of the pool's tenants.
+        tenant: The policy's.
+    """
+
+    pool: PoolActivity
+    rules: Mapping[str, TenantRule]
+    tenant: str
+
+    @property
+    def own(self) -> TenantActivity:
+        """The tenant's part."""
+        return self.pool.tenants[self.tenant]
+
+    @property
+    def attainments(self) -> tuple[Attainment, ...]:
+        """Of every engine where the tenant has a service level and traffic."""
+        return self.own.attainments
+
+    @property
+    def tier_service(self) -> float:
+        """Charged service of all tenants of its tier, in the sampling window."""
+        tier = self.rules[self.tenant].tier
+        return sum(
+            activity.service
+            for tenant, activity in self.pool.tenants.items()
+            if tenant in self.rules and self.rules[tenant].tier == tier
+        )
 
 
 class UsageMeter:
@@ -103,4 +146,48 @@ def _activity(
         service=sum(new.service - old.service for new, old in grown),
         preempted=sum(counters.preempted for counters in now),
         cancelled=sum(counters.cancelled for counters in now),
+        shed=sum(counters.shed for counters in now),
+        shed_in_window=sum(new.shed - old.shed for new, old in grown),
+        attainments=tuple(c.attainment for c in now if c.attainment is not None),
     )
+
+
+def pool_usage(activity: PoolActivity) -> Json:
+    """Return the `status.usage` of a pool."""
+    return {
+        "running": activity.running,
+        "waiting": activity.waiting,
+        "swapped": activity.swapped,
+        "kvPercent": _percent(activity.kv_used_blocks, activity.kv_blocks),
+    }
+
+
+def tenant_usage(pools: Sequence[ActivityInForce]) -> Json | None:
+    """Return the `status.usage` of a policy; None at rest, so that rest costs nothing."""
+    activities = [one.own for one in pools]
+    if all(activity.is_idle for activity in activities):
+        return None
+    blocks = sum(one.pool.kv_blocks for one in pools)
+    tokens = sum(activity.output_tokens_per_second for activity in activities)
+    service = sum(activity.service for activity in activities)
+    return {
+        "running": sum(activity.running for activity in activities),
+        "waiting": sum(activity.waiting for activity in activities),
+        "swapped": sum(activity.swapped for activity in activities),
+        "kvPercent": _percent(sum(a.kv_used_blocks for a in activities), blocks),
+        "borrowedPercent": _percent(sum(a.kv_borrowed_blocks for a in activities), blocks),
+        "outputTokensPerSecond": _rounded(tokens),
+        "sharePercent": _percent(service, sum(one.tier_service for one in pools)),
+        "shed": sum(activity.shed for activity in activities),
+        "preempted": sum(activity.preempted for activity in activities),
+        "cancelled": sum(activity.cancelled for activity in activities),
+    }
+
+
+def _percent(part: float, whole: float) -> int:
+    return max(0, min(100, round(100 * part / whole))) if whole > 0 else 0
+
+
+def _rounded(rate: float) -> int:
+    """Keep two digits: the noise below them is not worth a write."""
+    return int(float(f"{max(rate, 0.0):.2g}"))

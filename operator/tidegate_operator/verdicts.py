@@ -21,6 +21,7 @@ class ConditionType(enum.StrEnum):
     ACCEPTED = "Accepted"
     RESOLVED_REFS = "ResolvedRefs"
     PROGRAMMED = "Programmed"
+    SERVICE_LEVEL_MET = "ServiceLevelMet"
     DEGRADED = "Degraded"
     READY = "Ready"
 
@@ -50,6 +51,9 @@ class Reason(enum.StrEnum):
     ENGINES_LAGGING = "EnginesLagging"
     NO_ENGINES = "NoEngines"
     ENGINE_REFUSED = "EngineRefused"
+
+    SERVICE_LEVEL_MET = "ServiceLevelMet"
+    MISSED = "Missed"
 
     POLICY_CURRENT = "PolicyCurrent"
     REDIS_UNREACHABLE = "RedisUnreachable"

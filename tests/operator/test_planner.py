@@ -26,7 +26,8 @@ from tidegate_operator.resources import (
 )
 from tidegate_operator.usage import PoolActivity, TenantActivity
 from tidegate_operator.verdicts import Flaw, Reason
-from tidegate_policies.wire import EngineReport
+from tidegate_policies.attainment import bucket_of
+from tidegate_policies.wire import Attainment, EngineReport, LatencyCounts
 from tidegate_testing.objects import (
     a_pod_view,
     a_service_level,
@@ -292,6 +293,56 @@ def test_swapped_requests_and_borrowed_blocks_are_shown_over_all_pools() -> None
     pool = plan_pool_status(states[0], known={}, now=NOW).status
     EnginePoolStatus.model_validate(pool)
     assert pool["usage"]["swapped"] == 5
+
+
+def test_service_level_is_judged_over_all_pools_and_ready_takes_it_in() -> None:
+    policy = a_tenant_policy(
+        pools=["chat", "code"],
+        serviceLevel={"ttft": {"target": "500ms", "percentile": 90}, "window": "1m"},
+    )
+    view = a_view(an_engine_pool("chat"), an_engine_pool("code"), policy)
+
+    def an_attainment(*, met: int, missed: int) -> Attainment:
+        buckets = ((bucket_of(0.1), met), (bucket_of(2.0), missed))
+        counts = LatencyCounts(target_seconds=0.5, met=met, buckets=buckets)
+        return Attainment(requests=met + missed, met=met, ttft=counts)
+
+    def states(*attainments: Attainment) -> list[PoolState]:
+        acme = TenantActivity(running=1, attainments=attainments)
+        activity = PoolActivity(kv_blocks=100, tenants={"team/acme": acme})
+        others = PoolActivity(kv_blocks=100)
+        return [
+            replace(a_state(view, "team/chat", revision=7, a=7), activity=activity),
+            replace(a_state(view, "team/code", revision=7, a=7), activity=others),
+        ]
+
+    met = plan(view, *states(an_attainment(met=8, missed=2), an_attainment(met=10, missed=0)))
+    assert reasons(met)["ServiceLevelMet"] == ("True", "ServiceLevelMet")
+    assert reasons(met)["Ready"] == ("True", "Ready")
+    figures = {"ttft": "100ms", "attainmentPercent": 90, "window": "1m"}
+    assert met.status["serviceLevel"] == figures
+    missed = plan(
+        view,
+        *states(an_attainment(met=7, missed=3), an_attainment(met=10, missed=0)),
+        known=met.status,
+        now=LATER,
+    )
+    assert reasons(missed)["ServiceLevelMet"] == ("False", "Missed")
+    assert reasons(missed)["Ready"] == ("False", "Missed")
+    unknown = [replace(state, activity=None) for state in states()]
+    assert plan(view, *unknown, known=missed.status, now=LATER).status == missed.status
+    rests = plan(view, *states(), known=missed.status, now=LATER)
+    assert "ServiceLevelMet" not in reasons(rests)
+    assert reasons(rests)["Ready"] == ("True", "Ready")
+    assert "serviceLevel" not in rests.status
+
+
+def test_what_was_shed_is_shown() -> None:
+    view = a_view(an_engine_pool(), a_tenant_policy())
+    shed = TenantActivity(shed=7, shed_in_window=2)
+    activity = PoolActivity(kv_blocks=100, tenants={"team/acme": shed})
+    state = replace(a_state(view, revision=7, a=7), activity=activity)
+    assert plan(view, state).status["usage"]["shed"] == 7
 
 
 def test_usage_at_rest_changes_nothing() -> None:

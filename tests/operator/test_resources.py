@@ -20,6 +20,7 @@ from tidegate_operator.resources import (
     TenantPolicy,
     TenantPolicySpec,
     duration_seconds,
+    duration_text,
     unenforced_fields,
 )
 from tidegate_testing.manifests import (
@@ -113,6 +114,29 @@ def test_equal_durations_are_one_number_however_they_are_written() -> None:
         duration_seconds(f"{ms // 1000}s{ms % 1000}ms") == duration_seconds(f"{ms}ms")
         for ms in range(10_000)
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0s"),
+        (0.00001, "1ms"),
+        (0.25, "250ms"),
+        (1.0, "1s"),
+        (1.001, "1001ms"),
+        (99.9991, "1m40s"),
+        (300.0, "5m"),
+        (5400.0, "1h30m"),
+        (86_400.5, "24h1s"),
+    ],
+)
+def test_duration_as_text(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_text_of_a_duration_is_read_as_the_same_duration() -> None:
+    lengths = [*range(1, 100_000, 7), *range(100_000, 90_000_000, 61_000)]
+    assert all(duration_seconds(duration_text(ms / 1000)) == ms / 1000 for ms in lengths)
 
 
 @pytest.mark.parametrize("text", ["", "5", "1.5s", "-1s", "5 s", "s", "1d", "1s ", "100000s", "५s"])

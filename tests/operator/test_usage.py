@@ -1,8 +1,8 @@
 from tidegate_operator.usage import TenantActivity, UsageMeter
-from tidegate_policies.wire import EngineReport, TenantCounters
+from tidegate_policies.wire import Attainment, EngineReport, TenantCounters
 
 
-def a_report(pod: str, incarnation: str = "i", **counters: float) -> EngineReport:
+def a_report(pod: str, incarnation: str = "i", **counters: object) -> EngineReport:
     return EngineReport(
         pool="p",
         pod=pod,
@@ -57,6 +57,29 @@ def test_tenant_without_work_or_service_is_idle() -> None:
     activity = meter.sample([a_report("a", cancelled=3, output_tokens=9)], now=10.0)
     assert activity is not None
     assert activity.tenants["t"].is_idle
+
+
+def test_tenant_whose_requests_were_all_refused_in_the_window_is_not_idle() -> None:
+    meter = UsageMeter()
+    meter.sample([a_report("a", shed=3)], now=0.0)
+    busy = meter.sample([a_report("a", shed=5), a_report("b", shed=4)], now=10.0)
+    assert busy is not None
+    assert not busy.tenants["t"].is_idle
+    assert (busy.tenants["t"].shed, busy.tenants["t"].shed_in_window) == (9, 2)
+    rests = meter.sample([a_report("a", shed=5), a_report("b", shed=4)], now=20.0)
+    assert rests is not None
+    assert rests.tenants["t"].is_idle
+
+
+def test_attainments_are_those_of_now_of_every_engine() -> None:
+    one, other = Attainment(requests=1, met=1), Attainment(requests=2, met=0)
+    meter = UsageMeter()
+    meter.sample([a_report("a", attainment=other)], now=0.0)
+    activity = meter.sample(
+        [a_report("a", attainment=one), a_report("b", attainment=other), a_report("c")], now=10.0
+    )
+    assert activity is not None
+    assert activity.tenants["t"].attainments == (one, other)
 
 
 def test_tenant_whose_requests_are_all_swapped_is_not_idle() -> None:

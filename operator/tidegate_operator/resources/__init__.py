@@ -50,6 +50,7 @@ from tidegate_operator.resources.fields import (
     NamespacesFrom,
     SelectorOperator,
     duration_seconds,
+    duration_text,
 )
 from tidegate_operator.resources.preemption_policy import (
     PreemptionMode,
@@ -171,5 +172,6 @@ __all__ = [
     "WorkloadKind",
     "WorkloadRef",
     "duration_seconds",
+    "duration_text",
     "unenforced_fields",
 ]

@@ -1,6 +1,7 @@
 """Field types that several kinds share: names, durations, references, selectors."""
 
 import enum
+import math
 import re
 from collections.abc import Mapping
 from functools import lru_cache
@@ -52,6 +53,21 @@ def duration_seconds(text: str) -> float:
         raise ValueError(f"duration {text!r} is not like 250ms, 30s, 5m or 1h30m")
     # In whole milliseconds, so that 1s100ms and 1100ms are the same number to the last bit.
     return sum(int(number) * _MILLISECONDS_PER_UNIT[unit] for number, unit in parts) / 1000
+
+
+def duration_text(seconds: float) -> str:
+    """Return the duration that is as long, or next longer: `480ms`, `1500ms`, `30s`, `1h30m`.
+
+    Args:
+        seconds: Rounded up to milliseconds, and from 100 s on to seconds.
+    """
+    # What is a whole number but for the last bits is that number.
+    milliseconds = math.ceil(round(seconds * 1000, 6))
+    if milliseconds % 1000 and milliseconds < 100_000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(math.ceil(milliseconds / 1000), 60)
+    parts = ((minutes // 60, "h"), (minutes % 60, "m"), (rest, "s"))
+    return "".join(f"{number}{unit}" for number, unit in parts if number) or "0s"
 
 
 class LocalRef(Model):
