@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
 from tidegate_engine.fleet.rates import Reservation
+from tidegate_engine.metrics import Scrape
 from tidegate_engine.server.answers import (
     Alive,
     Cancelled,
@@ -32,6 +33,7 @@ from tidegate_engine.server.errors import (
     QueueFullError,
     TenantStoppedError,
 )
+from tidegate_engine.server.exposition import Exposition
 from tidegate_engine.server.generation import LEAST_UNREAD_TOKENS, Generation
 from tidegate_engine.server.intake import Intake, take_chat, take_completion
 from tidegate_engine.server.json_response import JsonResponse
@@ -46,7 +48,6 @@ from tidegate_engine.server.request_id import is_named
 from tidegate_engine.server.schema import ChatBody, CompletionBody, GenerationBody
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_engine.server.service import Service
-from tidegate_engine.server.shared_call import SharedCall
 from tidegate_engine.server.stream import Answer, EventStream, collect, unless_disconnected
 from tidegate_engine.server.text import AnswerText
 from tidegate_policies.snapshot import UNKNOWN_TENANT, StopPolicy
@@ -160,19 +161,17 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         content = {"ready": not lacking, "lacking": lacking}
         return JsonResponse(content, status_code=503 if lacking else 200)
 
-    async def render_metrics() -> bytes:
+    async def scrape() -> Scrape:
         stats = await service.count()
-        scrape = service.metrics.scrape(
+        return service.metrics.scrape(
             stats, rates_are_alone=service.rate_gate.is_alone, at=service.clock()
         )
-        # Not in the event loop, where everything else would stand still meanwhile.
-        return await asyncio.to_thread(scrape.render)
 
-    shared_scrape = SharedCall(render_metrics)
+    exposition = Exposition(scrape)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(await shared_scrape(), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 def _what_readiness_lacks(service: Service) -> Sequence[str]:
