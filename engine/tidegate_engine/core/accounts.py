@@ -41,6 +41,7 @@ class Accounts:
         Returns:
             The new tokens, and the requests that end with them.
         """
+        self._memory.advance(now)
         num_decodes = len(decodes)
         outputs, ended = _append_all(decodes, tokens)
         self._running.context_tokens += len(outputs)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable
 
 from tidegate_engine.core.books import Books
+from tidegate_engine.core.kv_time import HeldBlocks
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.tenants import Tenant
 
@@ -21,6 +22,7 @@ def check_books(
         AssertionError: They disagree.
     """
     books.memory.check_invariants(sequences)
+    _check_kv_time(books)
     _check_committed(books)
     books.running.check_invariants()
     books.tenants.check_invariants()
@@ -29,6 +31,18 @@ def check_books(
     landed = {seq for seq in books.running.arriving if not seq.fence}
     if landed != set(joining):
         raise AssertionError(f"{len(landed)} requests are back, {len(joining)} join")
+
+
+def _check_kv_time(books: Books) -> None:
+    """Verify that what tenants held KV blocks for is what the engine did."""
+    held = HeldBlocks()
+    known = [tenant.totals for tenant in books.tenants.own.values()]
+    for totals in (books.tenants.gone, *known):
+        held.absorb(totals.held)
+    clock = books.memory.clock
+    counted = held.blocks, held.block_microseconds(clock.now)
+    if counted != (books.memory.pool.num_used, clock.block_microseconds):
+        raise AssertionError(f"tenants paid for {counted}, the engine has {clock}")
 
 
 def _check_committed(books: Books) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tidegate_engine.core.block_pool import BlockPool
 from tidegate_engine.core.flights import Flight, Flights
+from tidegate_engine.core.kv_time import KvClock
 from tidegate_engine.core.plan import BlockCopy, SwapCopy
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.tenants import Tenant
@@ -49,12 +50,13 @@ class KvMemory:
         self.host = BlockPool(num_blocks=num_host_blocks, block_size=block_size)
         self.ledger = KvLedger(num_blocks)
         self.gate = WatermarkGate(WatermarkRule(), num_blocks=num_blocks)
+        self.clock = KvClock()
         self.copies: list[BlockCopy] = []
         self.swap_out: list[SwapCopy] = []
         self.swap_in: list[SwapCopy] = []
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
-        self._pinned: list[tuple[str, int]] = []
+        self._pinned: list[tuple[Tenant, int]] = []
         self.flights = Flights(seconds_per_block)
         self._num_reserved = 0
         self._num_incoming = 0
@@ -73,6 +75,10 @@ class KvMemory:
             }
         )
         self.gate.apply_rule(snapshot.watermarks)
+
+    def advance(self, now: float) -> None:
+        """Go on to `now`: what is taken and given back from here on is so from then on."""
+        self.clock.advance(now, num_held=self.pool.num_used)
 
     # -- levels --------------------------------------------------------------------------------
 
@@ -130,7 +136,7 @@ class KvMemory:
             return False
         seq.block_table += self.pool.allocate(1)
         seq.capacity += self.pool.block_size
-        self.ledger.take(seq.tenant.name, 1)
+        self._charge(seq.tenant, 1)
         if seq.reserved_blocks:
             self.unreserve(seq, 1)
         return True
@@ -143,7 +149,7 @@ class KvMemory:
         """
         found, copied = self._found(seq)
         if copied is not None:
-            self._pin(seq.tenant.name, copied)
+            self._pin(seq.tenant, copied)
         self._take(seq, found)
         seq.computed_tokens = len(found) * self.pool.block_size
         if copied is not None:
@@ -180,7 +186,7 @@ class KvMemory:
         if not seq.block_table:
             return 0
         self.register(seq)
-        freed = self._give_back(seq.tenant.name, seq.block_table)
+        freed = self._give_back(seq.tenant, seq.block_table)
         _empty(seq)
         seq.computed_tokens = 0
         return freed
@@ -199,12 +205,11 @@ class KvMemory:
             beneficiary: For whom the device blocks are kept once they are free.
             wanted: Blocks that it needs in all.
         """
-        name = seq.tenant.name
         num_computed = self.pool.blocks_for(seq.computed_tokens)
         self.unreserve(seq)
         self.register(seq)
         leaving, unused = seq.block_table[:num_computed], seq.block_table[num_computed:]
-        self._give_back(name, unused)
+        self._give_back(seq.tenant, unused)
         _empty(seq)
         seq.host_table = self.host.allocate(num_computed)
         num_leaving = self.pool.count_freed(leaving)
@@ -242,6 +247,7 @@ class KvMemory:
         Returns:
             The sequence whose copy it was, alive or ended; None for a fence unknown here.
         """
+        self.advance(now)
         flight = self.flights.end(fence, now)
         if flight is None:
             return None
@@ -257,6 +263,7 @@ class KvMemory:
 
     def begin_step(self, now: float) -> None:
         """Forget what the last plan asked to be copied."""
+        self.advance(now)
         self.flights.now = now
         self.copies, self.swap_out, self.swap_in = [], [], []
 
@@ -324,7 +331,7 @@ class KvMemory:
             used.setdefault(tenant, set()).update(blocks)
 
         for tenant, block in self._pinned:
-            hold(tenant, [block])
+            hold(tenant.name, [block])
         for seq in (*sequences, *self._ended_in_flight()):
             hold(seq.tenant.name, seq.block_table)
             host.update(seq.host_table)
@@ -362,7 +369,7 @@ class KvMemory:
         seq.block_table = found + self.pool.allocate(missing)
         seq.capacity = len(seq.block_table) * self.pool.block_size
         seq.num_registered = len(found)
-        self.ledger.take(seq.tenant.name, taken + missing)
+        self._charge(seq.tenant, taken + missing)
         self.unreserve(seq)
 
     def _found(self, seq: Sequence) -> tuple[list[int], int | None]:
@@ -401,19 +408,24 @@ class KvMemory:
         """Return how many of cached blocks somebody holds."""
         return sum(1 for block in blocks if self.pool.references(block))
 
-    def _give_back(self, tenant: str, blocks: Ordered[int]) -> int:
+    def _charge(self, tenant: Tenant, blocks: int) -> None:
+        self.ledger.take(tenant.name, blocks)
+        tenant.totals.held.change(blocks, self.clock.now)
+
+    def _give_back(self, tenant: Tenant, blocks: Ordered[int]) -> int:
         freed = self.pool.release(blocks)
-        self.ledger.give_back(tenant, freed)
-        self._relieved[tenant] = None
+        self.ledger.give_back(tenant.name, freed)
+        tenant.totals.held.change(-freed, self.clock.now)
+        self._relieved[tenant.name] = None
         return freed
 
-    def _pin(self, tenant: str, block: int) -> None:
+    def _pin(self, tenant: Tenant, block: int) -> None:
         """Hold the source of a copy on write until the copy is done."""
-        self.ledger.take(tenant, self.pool.share([block]))
+        self._charge(tenant, self.pool.share([block]))
         self._pinned.append((tenant, block))
 
     def _land_out(self, flight: Flight) -> None:
-        freed = self._give_back(flight.seq.tenant.name, flight.copy.device_blocks)
+        freed = self._give_back(flight.seq.tenant, flight.copy.device_blocks)
         if (beneficiary := flight.beneficiary) is not None:
             beneficiary.incoming_blocks -= flight.num_promised
             self._num_incoming -= flight.num_promised

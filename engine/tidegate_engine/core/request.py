@@ -104,6 +104,7 @@ class TenantStats:
         prompt_tokens: Computed prompt tokens, each counted once.
         cached_tokens: Prompt tokens found in the prefix cache; not charged.
         recomputed_tokens: Tokens computed again after a preemption; not charged.
+        kv_seconds: KV blocks times the seconds that they were held.
         service: Charged service, in cost units.
         virtual_counter: Service divided by weight, lifted when the tenant (re)joined.
         expired: Requests dropped for a time limit.
@@ -119,6 +120,7 @@ class TenantStats:
     cached_tokens: int = 0
     output_tokens: int = 0
     recomputed_tokens: int = 0
+    kv_seconds: float = 0.0
     service: float = 0.0
     virtual_counter: float = 0.0
     preempted: int = 0
@@ -154,6 +156,7 @@ class SchedulerStats:
         arrivals: Requests that were let in to queue: at any time the sum of those waiting, running
             and swapped, finished, cancelled and expired, over all tenants and `gone`.
         rejected: Requests that were not.
+        kv_seconds: The sum of the tenants' and that of `gone`, counted by itself.
     """
 
     step: int
@@ -174,3 +177,4 @@ class SchedulerStats:
     accounts: Mapping[str, AccountStats] = field(default_factory=dict)
     arrivals: int = 0
     rejected: int = 0
+    kv_seconds: float = 0.0

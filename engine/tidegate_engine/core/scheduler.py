@@ -159,7 +159,7 @@ class Scheduler:
         self._time_limits.watch(seq)
         return None
 
-    def cancel(self, request_id: str, now: float) -> Phase | None:  # noqa: ARG002
+    def cancel(self, request_id: str, now: float) -> Phase | None:
         """Take a request out, wherever it is.
 
         Its KV blocks are free at once; those that a copy reads or writes, when that has ended.
@@ -168,6 +168,7 @@ class Scheduler:
             The phase it was in; None = it wasn't alive. Cancelling twice, or after the end,
             changes nothing.
         """
+        self._memory.advance(now)
         seq = self._live.get(request_id)
         if seq is None:
             return None
@@ -175,12 +176,13 @@ class Scheduler:
         self._drop(seq, Verdict.CANCELLED, Reason.ON_REQUEST)
         return phase
 
-    def finish(self, request_id: str, now: float) -> bool:  # noqa: ARG002
+    def finish(self, request_id: str, now: float) -> bool:
         """End a request whose output contains a stop string: as finished, not as cancelled.
 
         Returns:
             Whether it was alive.
         """
+        self._memory.advance(now)
         seq = self._live.get(request_id)
         if seq is not None:
             self._complete(seq)

@@ -4,6 +4,7 @@ from typing import Any
 
 from tidegate_engine.core.books import Books
 from tidegate_engine.core.kv_memory import KvMemory
+from tidegate_engine.core.kv_time import MICROSECONDS
 from tidegate_engine.core.request import AccountStats, SchedulerStats, TenantStats
 from tidegate_engine.core.tenants import Tenant, TenantTotals
 
@@ -29,7 +30,8 @@ def describe(
         swap_out_blocks=memory.swapped_out_blocks,
         swap_in_blocks=memory.swapped_in_blocks,
         watermark=memory.gate.state,
-        gone=TenantStats(**_grown(tenants.gone)),
+        kv_seconds=memory.clock.block_microseconds / MICROSECONDS,
+        gone=TenantStats(**_grown(tenants.gone, memory)),
         tenants={name: _describe_tenant(own, memory) for name, own in tenants.own.items()},
         accounts={one.account: AccountStats(one.service, one.competes) for one in tenants},
     )
@@ -43,13 +45,16 @@ def _describe_tenant(tenant: Tenant, memory: KvMemory) -> TenantStats:
         kv_used_blocks=memory.ledger.used(tenant.name),
         kv_borrowed_blocks=memory.ledger.borrowed(tenant.name),
         virtual_counter=tenant.counters.value(tenant.account),
-        **_grown(tenant.totals),
+        **_grown(tenant.totals, memory),
     )
 
 
-def _grown(totals: TenantTotals) -> dict[str, Any]:
+def _grown(totals: TenantTotals, memory: KvMemory) -> dict[str, Any]:
     # Not `asdict`, which copies deeply: this is done for every tenant at every heartbeat.
-    return {name: getattr(totals, name) for name in totals.__slots__} | {
+    grown = {name: getattr(totals, name) for name in totals.__slots__}
+    held_for = grown.pop("held").block_microseconds(memory.clock.now)
+    return grown | {
+        "kv_seconds": held_for / MICROSECONDS,
         "preemptions": dict(totals.preemptions),
         "preempted": totals.preemptions.total(),
         "service": totals.service,

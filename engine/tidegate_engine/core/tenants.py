@@ -7,6 +7,7 @@ requests do, in each with a queue and a virtual counter; what its policy limits 
 from collections import Counter
 from dataclasses import dataclass, field
 
+from tidegate_engine.core.kv_time import HeldBlocks
 from tidegate_engine.core.queues import RequestQueue
 from tidegate_engine.core.request import PreemptionKey
 from tidegate_policies.fairness import (
@@ -20,7 +21,11 @@ from tidegate_policies.snapshot import StopPolicy, TenantRule, TierRule
 
 @dataclass(slots=True)
 class TenantTotals:
-    """What has grown since the scheduler's start; the fields are those of `TenantStats`."""
+    """What has grown since the scheduler's start; the fields are those of `TenantStats`.
+
+    Attributes:
+        held: KV blocks, and how long they were held.
+    """
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -30,11 +35,15 @@ class TenantTotals:
     expired: int = 0
     finished: int = 0
     preemptions: Counter[PreemptionKey] = field(default_factory=Counter)
+    held: HeldBlocks = field(default_factory=HeldBlocks)
 
     def add(self, other: "TenantTotals") -> None:
-        """Add what another tenant's totals are."""
+        """Add the totals of a tenant that is gone; what copies still hold of it is paid here."""
+        self.held.absorb(other.held)
+        other.held = self.held
         for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            if name != "held":
+                setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
     def service(self) -> float:
