@@ -15,6 +15,7 @@ class TierShares:
     def __init__(self, window_seconds: float = 60.0) -> None:
         self._window_seconds = window_seconds
         self._service: dict[int, float] = {}
+        self._given: dict[int, float] = {}
         self._now = -inf
 
     def charge(self, tier_value: int, cost: float, now: float) -> None:
@@ -22,6 +23,12 @@ class TierShares:
         if now > self._now:
             self._fade(now)
         self._service[tier_value] = self._service.get(tier_value, 0.0) + cost
+        self._given[tier_value] = self._given.get(tier_value, 0.0) + cost
+
+    @property
+    def given(self) -> Mapping[int, float]:
+        """What each tier was ever charged: it never fades."""
+        return self._given
 
     def share(self, tier_value: int, now: float) -> float:
         """Return the tier's share of the service, in [0, 1]; 0 when nothing was charged."""

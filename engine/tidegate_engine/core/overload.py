@@ -4,6 +4,7 @@ A request is judged by its own target alone, and at its arrival alone: what was 
 """
 
 import heapq
+from dataclasses import dataclass
 
 from tidegate_engine.core.books import Books
 from tidegate_engine.core.limits import EngineLimits
@@ -13,6 +14,28 @@ from tidegate_engine.core.ttft import TtftForecast
 
 _LOOKED_AT = 8
 """Tenants whose waiting is predicted, to tell whether any waits too long."""
+
+_LASTING = 2.0
+"""An overload is expected to go on for so many times as long as it has lasted."""
+
+_CALM_SECONDS = 10.0
+"""Whose arrivals are let in, and were for so long, has no overload any more."""
+
+_FORGOTTEN_SECONDS = 60.0
+"""Nor has who was not refused for so long, let in or not."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Spell:
+    """A time in which a tenant's arrivals are refused, some or all.
+
+    Attributes:
+        began_at: When the first was.
+        last_at: When the last was.
+    """
+
+    began_at: float
+    last_at: float
 
 
 class Overload:
@@ -24,10 +47,12 @@ class Overload:
         self._tenants = books.tenants
         self._ttft = TtftForecast(books)
         self._longest_miss: float | None = None
+        self._spells: dict[str, Spell] = {}
 
     def begin_step(self) -> None:
         """Judge anew: what runs and waits has changed."""
         self._longest_miss = None
+        self._ttft.begin_step()
 
     def refuse(
         self, request: Request, tenant: Tenant, *, limits: EngineLimits, now: float
@@ -46,11 +71,37 @@ class Overload:
                 return _shed(
                     f"the first token is expected after {predicted:.1f} s, the target is"
                     f" {target:g} s",
-                    excess=predicted - target,
+                    self._wait(tenant, predicted, now),
                 )
         if tenant.tier_value < 0 and (excess := self._miss_of_others(limits)) > 0:
-            return _shed("requests of higher tiers are expected to miss their targets", excess)
+            why = "requests of higher tiers are expected to miss their targets"
+            return _shed(why, self._wait(tenant, excess, now))
+        self._note_calm(tenant, now)
         return None
+
+    def _wait(self, tenant: Tenant, predicted: float, now: float) -> float:
+        """Return after how many seconds a retry may succeed.
+
+        What waits now will have been served then; and the overload, of which nobody knows when it
+        ends, may be over: one that has lasted for long seldom ends soon. Were all told to come back
+        when the queue is down, they would meet those who come for the first time.
+        """
+        spell = self._spells.get(tenant.name)
+        if spell is None or now - spell.last_at > _FORGOTTEN_SECONDS:
+            self._spells = {
+                name: other
+                for name, other in self._spells.items()
+                if now - other.last_at <= _FORGOTTEN_SECONDS
+            }
+            spell = self._spells[tenant.name] = Spell(began_at=now, last_at=now)
+        spell.last_at = now
+        return predicted + _LASTING * (now - spell.began_at)
+
+    def _note_calm(self, tenant: Tenant, now: float) -> None:
+        """Note that an arrival is let in."""
+        spell = self._spells.get(tenant.name)
+        if spell is not None and now - spell.last_at >= _CALM_SECONDS:
+            del self._spells[tenant.name]
 
     def _is_owed(self, request: Request, tenant: Tenant) -> bool:
         """Tell whether others borrow what would be its own: that is reclaimed, not refused."""
@@ -86,5 +137,5 @@ def ttft_target(request: Request, tenant: Tenant) -> float | None:
     return ruled if own is None else own
 
 
-def _shed(why: str, excess: float) -> Rejection:
-    return Rejection(code=RejectionCode.SHED, message=why, retry_after_seconds=excess)
+def _shed(why: str, wait_seconds: float) -> Rejection:
+    return Rejection(code=RejectionCode.SHED, message=why, retry_after_seconds=wait_seconds)

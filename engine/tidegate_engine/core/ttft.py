@@ -3,9 +3,10 @@
 A forecast from the work ahead of it, not a simulation: what higher tiers have queued comes first,
 then what the virtual token counters put first in its own tier; all of it needs places in the batch,
 which free up as running requests end, and steps that read prompts, whose time is known from those
-that went before.
+that went before. Of these, a tier gets the share that it got while it waited lately.
 """
 
+from collections.abc import Sequence as Ordered
 from math import ceil
 from typing import NamedTuple
 
@@ -15,6 +16,9 @@ from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.step_time import StepFeatures
 from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+
+_FORGETTING = 0.99
+"""What a step of the past counts for after each later one."""
 
 
 class Backlog(NamedTuple):
@@ -29,6 +33,67 @@ class Backlog(NamedTuple):
     prompt_tokens: float
 
 
+class Staying(NamedTuple):
+    """The decodes that keep their places until they end.
+
+    Attributes:
+        remaining_tokens: What each is expected to produce yet, at least 1, ascending.
+        output_tokens: What all will have produced at their ends.
+    """
+
+    remaining_tokens: Ordered[int]
+    output_tokens: int
+
+
+class DrainShares:
+    """Which share of the service each tier gets while it has requests waiting.
+
+    Higher tiers go on getting requests while the queue of a lower one is served, and floors take
+    from higher ones: both show in what was charged. Steps count for less the longer ago they
+    were; who never waited lately is expected to get all that isn't reserved for lower tiers.
+    """
+
+    def __init__(self, books: Books) -> None:
+        """Read the scheduler's own state; nothing is changed."""
+        self._tenants = books.tenants
+        self._given = books.shares.given
+        self._before: dict[int, float] = {}
+        self._waiting: list[int] = []
+        self._own: dict[int, float] = {}
+        self._all: dict[int, float] = {}
+        self._typical = 0.0
+
+    def begin_step(self) -> None:
+        """Learn from the step that has ended."""
+        given, before = self._given, self._before
+        total = sum(given.values()) - sum(before.values())
+        if total > 0:
+            self._typical += (1.0 - _FORGETTING) * (total - self._typical)
+            for value in self._all:
+                self._own[value] *= _FORGETTING
+                self._all[value] *= _FORGETTING
+            for value in self._waiting:
+                own = given.get(value, 0.0) - before.get(value, 0.0)
+                self._own[value] = self._own.get(value, 0.0) + own
+                self._all[value] = self._all.get(value, 0.0) + total
+            self._before = dict(given)
+        self._waiting = [value for value, tier in self._tenants.tiers.items() if tier.has_work]
+
+    def share(self, tenant: Tenant) -> float:
+        """Return the share that the waiting requests of a tenant's tier are expected to get."""
+        value = tenant.tier_value
+        reserved = sum(
+            tier.reserved_percent
+            for other_value, tier in self._tenants.tiers.items()
+            if other_value < value and tier.has_work
+        )
+        prior = 1.0 - reserved / 100
+        seen = self._all.get(value, 0.0)
+        if not seen:
+            return prior
+        return (self._own[value] + prior * self._typical) / (seen + self._typical)
+
+
 class TtftForecast:
     """Predicts the time to the first token of arrivals."""
 
@@ -39,6 +104,15 @@ class TtftForecast:
         self._tenants = books.tenants
         self._forecast = books.forecast
         self._step_times = books.step_times
+        self._drain = DrainShares(books)
+        self._seen = -1
+        self._final_blocks = 0
+        self._remaining: dict[int | None, Staying] = {}
+
+    def begin_step(self) -> None:
+        """Look at the running requests anew, and learn whom the last step served."""
+        self._seen = -1
+        self._drain.begin_step()
 
     def predict(
         self,
@@ -69,7 +143,7 @@ class TtftForecast:
         own_pairs = prompt_tokens * (prompt_tokens + 1) / 2
         own = self._seconds_to_read(prompt_tokens, limits) + self._marginal(0, own_pairs)
         # Prompts ahead are read while places are waited for: the longer of the two counts.
-        return max(waiting, reading) / self._share_left(tenant) + own
+        return max(waiting, reading) / self._drain.share(tenant) + own
 
     def backlog(self, tenant: Tenant, deadline: float | None = None) -> Backlog:
         """Return what is served before the next arrival of `tenant`."""
@@ -123,28 +197,49 @@ class TtftForecast:
 
     def _seconds_to_place(self, tenant: Tenant, ahead: Backlog, *, free: int) -> float:
         """Return when a place in the batch is free, those ahead having got theirs."""
-        running = self._running
-        staying = list(running.decoding)
-        if tenant.tier.preempts_lower:  # the others make way
-            staying = [s for s in staying if s.tenant.tier_value >= tenant.tier_value]
-            free += len(running.decoding) - len(staying)
-        wanted = ahead.requests + 1 - free
-        if wanted <= 0 or not staying:
+        # Where the tenant's tier may take out lower ones, these make way.
+        staying = self._staying(tenant.tier_value if tenant.tier.preempts_lower else None)
+        remaining = staying.remaining_tokens
+        wanted = ahead.requests + 1 - free - (len(self._running.decoding) - len(remaining))
+        if wanted <= 0 or not remaining:
             return 0.0
-        remaining = sorted(max(1, self._forecast.remaining_tokens(seq)) for seq in staying)
-        if wanted <= len(staying):
+        if wanted <= len(remaining):
             steps = float(remaining[ceil(wanted) - 1])
         else:  # their successors have to end, too
-            outputs = sum(remaining) + sum(seq.num_output_tokens for seq in staying)
-            steps = max(remaining[-1], wanted * outputs / len(staying) ** 2)
+            steps = max(remaining[-1], wanted * staying.output_tokens / len(remaining) ** 2)
         return steps * self._decode_seconds() + self._marginal(ahead.prompt_tokens, 0)
+
+    def _staying(self, least_value: int | None) -> "Staying":
+        """Return the decodes of tiers from a value up, or all; once for many arrivals."""
+        self._look_anew()
+        found = self._remaining.get(least_value)
+        if found is None:
+            staying = [
+                seq
+                for seq in self._running.decoding
+                if least_value is None or seq.tenant.tier_value >= least_value
+            ]
+            remaining = sorted(max(1, self._forecast.remaining_tokens(seq)) for seq in staying)
+            outputs = sum(remaining) + sum(seq.num_output_tokens for seq in staying)
+            found = self._remaining[least_value] = Staying(remaining, outputs)
+        return found
+
+    def _look_anew(self) -> None:
+        """Forget what was counted of the running requests if they have changed since."""
+        if self._seen == self._running.version:
+            return
+        self._seen = self._running.version
+        self._remaining = {}
+        block_size = self._memory.pool.block_size
+        self._final_blocks = sum(
+            -(-self._forecast.final_tokens(seq) // block_size) for seq in self._running
+        )
 
     def _num_fitting(self, num_tokens: float) -> int:
         """Return how many requests of this context fit the block pool beside all that run."""
-        block_size = self._memory.pool.block_size
-        taken = sum(-(-self._forecast.final_tokens(seq) // block_size) for seq in self._running)
-        blocks = max(1, ceil(num_tokens / block_size))
-        return max(0, self._memory.gate.high_blocks - taken) // blocks
+        self._look_anew()
+        blocks = max(1, ceil(num_tokens / self._memory.pool.block_size))
+        return max(0, self._memory.gate.high_blocks - self._final_blocks) // blocks
 
     def _seconds_to_read(self, prompt_tokens: float, limits: EngineLimits) -> float:
         """Return the time of the steps that read so many tokens, decodes beside them."""
@@ -160,12 +255,3 @@ class TtftForecast:
         """Return what prompt tokens add to the steps in which they are read."""
         costs = self._step_times.costs
         return costs.prefill_token_seconds * prompt_tokens + costs.prefill_pair_seconds * pairs
-
-    def _share_left(self, tenant: Tenant) -> float:
-        """Return the share of the service that lower tiers have not reserved."""
-        reserved = sum(
-            tier.reserved_percent
-            for value, tier in self._tenants.tiers.items()
-            if value < tenant.tier_value and tier.has_work
-        )
-        return 1.0 - reserved / 100

@@ -15,7 +15,7 @@ _numbers = count(1)
 
 
 def an_engine(policy: PolicySnapshot, *, blocks: int = 1000, slots: int = 4) -> Simulation:
-    return a_simulation(policy, blocks=blocks, max_num_seqs=slots)
+    return a_simulation(policy, blocks=blocks, max_num_seqs=slots, check_every=50)
 
 
 def arrive(
@@ -155,3 +155,65 @@ def test_who_is_in_a_hurry_does_not_wait_for_its_own_tenants_patient_requests() 
     assert codes(arrive(engine, output=8, ttft_seconds=600.0)) == [None]
     arrive(engine, times=100, output=8, ttft_seconds=2.0)
     assert codes(arrive(engine, output=8, ttft_seconds=2.0)) == [RejectionCode.SHED]
+
+
+def told_to_wait(engine: Simulation, *, for_seconds: float) -> list[float]:
+    """Keep an engine overloaded, and return what those refused are told, in order."""
+    end, told = engine.clock.now() + for_seconds, []
+    while engine.clock.now() < end:
+        refused = arrive(engine, times=2, output=30)
+        told += [r.retry_after_seconds for r in refused if r and r.retry_after_seconds]
+        engine.run_until(engine.clock.now() + 0.1)
+    return told
+
+
+def test_the_longer_an_overload_has_lasted_the_later_are_clients_told_to_come_back() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    told = told_to_wait(engine, for_seconds=20)
+    assert told[0] < 3
+    assert told[len(told) // 2] > 10
+    assert told[-1] > 30
+
+
+def test_an_overload_is_over_once_arrivals_were_let_in_for_ten_seconds() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    told_to_wait(engine, for_seconds=20)
+    for _ in range(12):
+        engine.run_until(engine.clock.now() + 1.0)
+        assert codes(arrive(engine, output=5)) == [None]
+    assert told_to_wait(engine, for_seconds=5)[0] < 3
+
+
+def test_who_was_let_in_for_less_long_is_still_told_of_the_same_overload() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    told_to_wait(engine, for_seconds=20)
+    for _ in range(5):
+        engine.run_until(engine.clock.now() + 1.0)
+        assert codes(arrive(engine, output=5)) == [None]
+    assert told_to_wait(engine, for_seconds=5)[0] > 30
+
+
+def test_who_was_not_refused_for_a_minute_has_no_overload_any_more() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    told_to_wait(engine, for_seconds=20)
+    engine.run_until(engine.clock.now() + 61.0)
+    assert told_to_wait(engine, for_seconds=5)[0] < 3
+
+
+def test_what_a_higher_tier_goes_on_sending_delays_a_lower_one() -> None:
+    gold = a_tenant("gold", tier="gold")
+    silver = a_tenant("silver", service=ServiceRule(ttft_seconds=3.0, sheds=True))
+    engine = an_engine(a_snapshot(gold, silver, tiers={"gold": 10, "standard": 0}), slots=8)
+    for _ in range(150):
+        # Gold alone keeps about four of the eight places.
+        arrive(engine, "gold", times=2, prompt=100, output=30)
+        arrive(engine, "silver", times=2, prompt=100, output=50)
+        engine.run_until(engine.clock.now() + 0.2)
+    let_in = [
+        trace
+        for trace in engine.log.requests.values()
+        if trace.tenant == "silver" and trace.rejection is None and trace.arrived_at < 26.0
+    ]
+    in_time = [t for t in let_in if t.ttft_seconds is not None and t.ttft_seconds <= 3.5]
+    assert len(let_in) > 100
+    assert len(in_time) >= 0.95 * len(let_in)
