@@ -1,4 +1,4 @@
-"""The binaries of a development cluster, and Helm: found on this machine, or made once and cached.
+"""The binaries of a development cluster and of the tests: found here, or made once and cached.
 
 `python -m tidegate_devcluster.assets` prepares all of them and prints where they are.
 """
@@ -13,17 +13,20 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from tidegate_devcluster import progress, redis_package
+from tidegate_devcluster import progress
+from tidegate_devcluster.debian_package import PACKAGES, binary_path, library_path
 from tidegate_devcluster.errors import DevClusterError, ToolMissingError
 from tidegate_devcluster.go_tools import GO_TOOLS, GoBuilder
 from tidegate_devcluster.progress import Progress
 from tidegate_devcluster.tool_cache import ToolCache
 
-TOOL_NAMES = (*GO_TOOLS, "kubectl", "redis-server")
+TOOL_NAMES = (*GO_TOOLS, "kubectl", *PACKAGES)
 """All there are, in the order in which they are best prepared."""
 
-CLUSTER_TOOL_NAMES = tuple(name for name in TOOL_NAMES if name != "helm")
-"""Those that a cluster runs with; only the charts' tests need Helm."""
+CLUSTER_TOOL_NAMES = tuple(
+    name for name in TOOL_NAMES if name not in {"helm", "prometheus", "promtool"}
+)
+"""Those that a cluster runs with; only the tests of chart, dashboards and alerts need the rest."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,8 @@ class Assets:
     def _find(self, name: str) -> Tool:
         if name == "kubectl":
             return self._kubectl()
-        if name == "redis-server":
-            return self._redis_server()
+        if name in PACKAGES:
+            return self._from_package(name)
         return self._control_plane_binary(name)
 
     def _control_plane_binary(self, name: str) -> Tool:
@@ -130,16 +133,17 @@ class Assets:
                 return Tool(path.resolve())
         raise ToolMissingError("kubectl", remedy)
 
-    def _redis_server(self) -> Tool:
-        installed = shutil.which("redis-server")
+    def _from_package(self, name: str) -> Tool:
+        installed = shutil.which(name)
         if installed is not None:
             return Tool(Path(installed))
+        package, binary = PACKAGES[name], binary_path(name)
         folder = self._cache.folder(
-            redis_package.cache_name(), lambda part: redis_package.unpack(part, self._progress)
+            package.cache_name, lambda part: package.unpack(binary, part, self._progress)
         )
-        libraries = redis_package.library_path(folder)
+        libraries = library_path(folder)
         environment = {"LD_LIBRARY_PATH": libraries} if libraries else {}
-        return Tool(folder / redis_package.BINARY, environment)
+        return Tool(folder / binary, environment)
 
 
 def main(names: Sequence[str] = ()) -> int:
