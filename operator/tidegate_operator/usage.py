@@ -16,9 +16,8 @@ class TenantActivity:
         kv_borrowed_blocks: Of `kv_used_blocks`, those above the nominal of each engine.
         output_tokens_per_second: Mean over the window.
         service: Charged service in the window.
-        preempted: Total since the engines started.
-        cancelled: Total since the engines started.
-        shed: Total since the engines started.
+        prompt_tokens: Computed since the engines started; as are all totals below.
+        kv_seconds: KV blocks times the seconds that they were held.
         shed_in_window: Of these, those of the last sampling window.
         attainments: Of each engine where the tenant has a service level and traffic.
     """
@@ -30,11 +29,22 @@ class TenantActivity:
     kv_borrowed_blocks: int = 0
     output_tokens_per_second: float = 0.0
     service: float = 0.0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    recomputed_tokens: int = 0
+    kv_seconds: float = 0.0
     preempted: int = 0
     cancelled: int = 0
     shed: int = 0
     shed_in_window: int = 0
     attainments: tuple[Attainment, ...] = ()
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the engines have counted nothing of the tenant."""
+        tokens = self.prompt_tokens + self.cached_tokens + self.output_tokens
+        return not (tokens or self.kv_seconds or self.cancelled or self.shed)
 
     @property
     def is_idle(self) -> bool:
@@ -144,6 +154,11 @@ def _activity(
         kv_borrowed_blocks=sum(counters.kv_borrowed_blocks for counters in now),
         output_tokens_per_second=tokens / seconds,
         service=sum(new.service - old.service for new, old in grown),
+        prompt_tokens=sum(counters.prompt_tokens for counters in now),
+        cached_tokens=sum(counters.cached_tokens for counters in now),
+        output_tokens=sum(counters.output_tokens for counters in now),
+        recomputed_tokens=sum(counters.recomputed_tokens for counters in now),
+        kv_seconds=sum(counters.kv_seconds for counters in now),
         preempted=sum(counters.preempted for counters in now),
         cancelled=sum(counters.cancelled for counters in now),
         shed=sum(counters.shed for counters in now),
@@ -163,9 +178,12 @@ def pool_usage(activity: PoolActivity) -> Json:
 
 
 def tenant_usage(pools: Sequence[ActivityInForce]) -> Json | None:
-    """Return the `status.usage` of a policy; None at rest, so that rest costs nothing."""
+    """Return the `status.usage` of a policy; None before it has any.
+
+    At rest nothing of it changes, so that rest costs nothing.
+    """
     activities = [one.own for one in pools]
-    if all(activity.is_idle for activity in activities):
+    if all(activity.is_idle and activity.is_new for activity in activities):
         return None
     blocks = sum(one.pool.kv_blocks for one in pools)
     tokens = sum(activity.output_tokens_per_second for activity in activities)
@@ -178,6 +196,11 @@ def tenant_usage(pools: Sequence[ActivityInForce]) -> Json | None:
         "borrowedPercent": _percent(sum(a.kv_borrowed_blocks for a in activities), blocks),
         "outputTokensPerSecond": _rounded(tokens),
         "sharePercent": _percent(service, sum(one.tier_service for one in pools)),
+        "promptTokens": sum(activity.prompt_tokens for activity in activities),
+        "cachedTokens": sum(activity.cached_tokens for activity in activities),
+        "outputTokens": sum(activity.output_tokens for activity in activities),
+        "recomputedTokens": sum(activity.recomputed_tokens for activity in activities),
+        "kvSeconds": round(sum(activity.kv_seconds for activity in activities)),
         "shed": sum(activity.shed for activity in activities),
         "preempted": sum(activity.preempted for activity in activities),
         "cancelled": sum(activity.cancelled for activity in activities),

@@ -266,7 +266,7 @@ def test_usage_is_shown_while_there_is_some() -> None:
                 running=3, kv_used_blocks=50, output_tokens_per_second=123.4, service=75.0
             ),
             "team/other": TenantActivity(service=25.0),
-            "team/idle": TenantActivity(cancelled=4),
+            "team/idle": TenantActivity(),
         },
     )
     state = replace(a_state(view, revision=7, a=7), activity=activity)
@@ -275,6 +275,35 @@ def test_usage_is_shown_while_there_is_some() -> None:
     assert usage["outputTokensPerSecond"] == 120
     assert "usage" not in plan(view, state, policy=view.policies["team/idle"]).status
     assert plan_pool_status(state, known={}, now=NOW).status["usage"]["kvPercent"] == 25
+
+
+def test_totals_of_a_tenant_at_rest_stay_as_they_are() -> None:
+    view = a_view(an_engine_pool("chat"), a_tenant_policy(pools=["chat"]))
+    acme = TenantActivity(
+        prompt_tokens=10,
+        cached_tokens=20,
+        output_tokens=30,
+        recomputed_tokens=5,
+        kv_seconds=7.6,
+        preempted=1,
+        cancelled=2,
+        shed=3,
+    )
+    activity = PoolActivity(kv_blocks=100, tenants={"team/acme": acme})
+    state = replace(a_state(view, "team/chat", revision=7, a=7), activity=activity)
+    status = plan(view, state).status
+    assert {name: count for name, count in status["usage"].items() if count} == {
+        "promptTokens": 10,
+        "cachedTokens": 20,
+        "outputTokens": 30,
+        "recomputedTokens": 5,
+        "kvSeconds": 8,
+        "preempted": 1,
+        "cancelled": 2,
+        "shed": 3,
+    }
+    TenantPolicyStatus.model_validate(status)
+    assert plan(view, state, known=status).status == status
 
 
 def test_swapped_requests_and_borrowed_blocks_are_shown_over_all_pools() -> None:

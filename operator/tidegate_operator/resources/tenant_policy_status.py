@@ -30,7 +30,7 @@ class PoolVerdict(Model):
 
 
 class TenantUsage(Model):
-    """What the tenant uses now, over all its pools; counters run since the engines started."""
+    """What the tenant uses now, over all its pools; totals run since the engines started."""
 
     running: Annotated[Count | None, Field(description="Requests running.")] = None
     waiting: Annotated[Count | None, Field(description="Requests waiting.")] = None
@@ -48,6 +48,17 @@ class TenantUsage(Model):
     ] = None
     share_percent: Annotated[
         Percent | None, Field(description="Percent of its tier's service that the tenant got.")
+    ] = None
+    prompt_tokens: Annotated[Count | None, Field(description="Prompt tokens computed.")] = None
+    cached_tokens: Annotated[
+        Count | None, Field(description="Prompt tokens found in the prefix cache.")
+    ] = None
+    output_tokens: Annotated[Count | None, Field(description="Tokens produced.")] = None
+    recomputed_tokens: Annotated[
+        Count | None, Field(description="Tokens computed again after preemptions.")
+    ] = None
+    kv_seconds: Annotated[
+        Count | None, Field(description="KV blocks times the seconds that they were held.")
     ] = None
     shed: Annotated[Count | None, Field(description="Requests refused under overload.")] = None
     preempted: Annotated[Count | None, Field(description="Preemptions suffered.")] = None
@@ -88,7 +99,7 @@ class TenantPolicyStatus(Status):
         Field(max_length=32, description="What became of the policy, pool by pool."),
     ] = ()
     usage: Annotated[
-        TenantUsage | None, Field(description="What the tenant uses now; absent at rest.")
+        TenantUsage | None, Field(description="What the tenant uses now, and has used.")
     ] = None
     service_level: Annotated[
         ServiceLevelAttainment | None,
