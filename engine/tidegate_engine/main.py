@@ -56,6 +56,7 @@ def main() -> int:
     try:
         settings = Settings.from_environment()
         admin_token = settings.read_admin_token()
+        gateway_token = settings.read_gateway_token()
     except SettingsError as error:
         print(error, file=sys.stderr)  # noqa: T201 (there is no log yet)
         return EXIT_BAD_SETTINGS
@@ -76,11 +77,15 @@ def main() -> int:
         except OSError as error:
             _log.error("the engine can't start: %s", error)
             return EXIT_FAILED
-        return uvloop.run(run_engine(settings, listener, admin=admin))
+        return uvloop.run(run_engine(settings, listener, admin=admin, gateway_token=gateway_token))
 
 
 async def run_engine(
-    settings: Settings, listener: socket.socket, *, admin: AdminDoor | None
+    settings: Settings,
+    listener: socket.socket,
+    *,
+    admin: AdminDoor | None,
+    gateway_token: str | None,
 ) -> int:
     """Answer on `listener` at once, load the model, and serve it until SIGTERM or SIGINT.
 
@@ -88,6 +93,7 @@ async def run_engine(
         settings: Of this engine.
         listener: Of the API.
         admin: Of the admin API; None = there is none.
+        gateway_token: What a trusted gateway presents; None = none is trusted.
 
     Returns:
         The exit code.
@@ -116,6 +122,8 @@ async def run_engine(
         clock=time.monotonic,
         max_waiting=settings.max_waiting,
     )
+    if gateway_token is not None:
+        service.identities.trust_gateway(gateway_token)
     service.engine.start()
     ports.open(service)
     _log_start(settings, parts, listener, seconds=time.monotonic() - began)

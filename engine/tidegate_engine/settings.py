@@ -141,6 +141,9 @@ class Settings(BaseSettings):
             there without a token.
         admin_token: What callers of the admin API present, at least 16 characters.
         admin_token_file: The same in a file, as a mounted Secret has it; read once, at the start.
+        trusted_gateway_token: What a gateway presents in place of an API key to say itself, in
+            `x-tidegate-tenant`, for whom it calls; at least 16 characters. Without one nobody may.
+        trusted_gateway_token_file: The same in a file; read once, at the start.
         cache_dir: Where converted weights and compiled kernels are kept between starts; engines may
             share it.
         drain_seconds: How long running requests may go on after SIGTERM; shorter than the pod's
@@ -182,6 +185,8 @@ class Settings(BaseSettings):
     admin_port: Port = 8001
     admin_token: SecretStr | None = None
     admin_token_file: Path | None = None
+    trusted_gateway_token: SecretStr | None = None
+    trusted_gateway_token_file: Path | None = None
     cache_dir: Path = Field(default_factory=lambda: _home("XDG_CACHE_HOME", ".cache") / "models")
     drain_seconds: Annotated[float, Field(ge=0)] = 20.0
     simulated_gpu: Annotated[str, AfterValidator(_one_of(GPUS, is_optional=True))] = ""
@@ -227,19 +232,16 @@ class Settings(BaseSettings):
         Raises:
             SettingsError: It is given twice, can't be read, or is no token.
         """
-        if self.admin_token_file is None:
-            if self.admin_token is None:
-                return None
-            return _checked_token("ADMIN_TOKEN", self.admin_token.get_secret_value())
-        if self.admin_token is not None:
-            raise SettingsError(
-                f"{_PREFIX}ADMIN_TOKEN_FILE", f"contradicts {_PREFIX}ADMIN_TOKEN: give one of them"
-            )
-        try:
-            text = self.admin_token_file.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{_PREFIX}ADMIN_TOKEN_FILE", f"can't be read: {error}") from error
-        return _checked_token("ADMIN_TOKEN_FILE", text)
+        return _read_token("admin_token", self.admin_token, self.admin_token_file)
+
+    def read_gateway_token(self) -> str | None:
+        """Return what a trusted gateway presents; None = none is trusted.
+
+        Raises:
+            SettingsError: It is given twice, can't be read, or is no token.
+        """
+        name = "trusted_gateway_token"
+        return _read_token(name, self.trusted_gateway_token, self.trusted_gateway_token_file)
 
     @property
     def model_source(self) -> str:
@@ -258,11 +260,25 @@ class Settings(BaseSettings):
         return (self.state_dir or own) / f"{self.pool.replace('/', '.')}.policy.json"
 
 
+def _read_token(name: str, given: SecretStr | None, file: Path | None) -> str | None:
+    if file is None:
+        return None if given is None else _checked_token(name, given.get_secret_value())
+    in_file = f"{name}_file"
+    if given is not None:
+        problem = f"contradicts {variable_of(name)}: give one of them"
+        raise SettingsError(variable_of(in_file), problem)
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(variable_of(in_file), f"can't be read: {error}") from error
+    return _checked_token(in_file, text)
+
+
 def _checked_token(name: str, text: str) -> str:
     token = text.strip()
     if len(token) < _MIN_TOKEN_CHARS or not (token.isascii() and token.isprintable()):
         raise SettingsError(
-            f"{_PREFIX}{name}",
+            variable_of(name),
             f"must be at least {_MIN_TOKEN_CHARS} printable ASCII characters",
         )
     return token

@@ -181,7 +181,10 @@ async def test_the_thread_that_loads_a_model_ends(monkeypatch: pytest.MonkeyPatc
     key = base64.b64encode(bytes(32)).decode()
     settings = Settings(pool="serving/main", redis_url="redis://127.0.0.1:1", verify_key=key)
     with listen("127.0.0.1", 0) as listener:
-        assert await main.run_engine(settings, listener, admin=None) == main.EXIT_FAILED
+        assert (
+            await main.run_engine(settings, listener, admin=None, gateway_token=None)
+            == main.EXIT_FAILED
+        )
     [loader] = loaders
     loader.join(timeout=30)
     assert not loader.is_alive()

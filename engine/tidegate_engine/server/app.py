@@ -24,7 +24,7 @@ from tidegate_engine.server.answers import (
     Ready,
 )
 from tidegate_engine.server.body import read_body
-from tidegate_engine.server.caller import Caller
+from tidegate_engine.server.caller import TIER_HEADER, Caller
 from tidegate_engine.server.edge import edged_app
 from tidegate_engine.server.error_codes import ErrorCode
 from tidegate_engine.server.errors import (
@@ -32,9 +32,11 @@ from tidegate_engine.server.errors import (
     EngineDrainingError,
     QueueFullError,
     TenantStoppedError,
+    TierNotAllowedError,
 )
 from tidegate_engine.server.exposition import Exposition
 from tidegate_engine.server.generation import LEAST_UNREAD_TOKENS, Generation
+from tidegate_engine.server.identity import TENANT_HEADER
 from tidegate_engine.server.intake import Intake, take_chat, take_completion
 from tidegate_engine.server.json_response import JsonResponse
 from tidegate_engine.server.openapi import GENERATION, answers, describe_bodies
@@ -93,7 +95,10 @@ def create_app(service: Service) -> FastAPI:
 def _identify(service: Service) -> Callable[[Request], Awaitable[Caller]]:
     # Asynchronous, so that it runs in the event loop, where keys are replaced, not in a thread.
     async def identify(request: Request) -> Caller:
-        tenant = service.identities.tenant_of(request.headers.get("authorization"))
+        headers = request.headers
+        tenant = service.identities.tenant_of(
+            headers.get("authorization"), headers.getlist(TENANT_HEADER)
+        )
         request.state.tenant = tenant
         return Caller.of(request, tenant=tenant)
 
@@ -207,6 +212,10 @@ def _check_servable(service: Service, caller: Caller) -> None:
     if service.engine.last_stats.scheduler.waiting >= service.max_waiting:
         service.count.begin()
         raise QueueFullError(service.max_waiting)
+    if caller.tier is not None:
+        allowed = service.identities.tiers_of(caller.tenant)
+        if caller.tier not in allowed:
+            raise TierNotAllowedError(TIER_HEADER, allowed)
 
 
 def _check_model(model: ServedModel, name: str) -> None:

@@ -7,6 +7,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from tidegate_engine.server.error_codes import ErrorCode
 from tidegate_engine.server.errors import ApiError, UnsupportedMediaTypeError, from_validation
 
 MAX_CONTAINERS = 1 << 16
@@ -35,7 +36,7 @@ async def read_body(request: Request, shape: type[Body]) -> Body:
     except ValidationError as error:
         raise from_validation(error) from error
     except ClientDisconnect as error:
-        raise ApiError(400, "client_disconnected", "The body ended before its end.") from error
+        raise ApiError(ErrorCode.CLIENT_DISCONNECTED, "The body ended before its end.") from error
 
 
 def _check_media_type(request: Request) -> None:
@@ -53,8 +54,7 @@ def _check_structure(content: bytes) -> None:
         _num_brackets(_STRING.sub(b"", content)) > MAX_CONTAINERS
     ):
         raise ApiError(
-            400,
-            "invalid_json",
+            ErrorCode.INVALID_JSON,
             f"The body has more than {MAX_CONTAINERS} arrays and objects (the limit).",
         )
 

@@ -7,6 +7,7 @@ from starlette.requests import Request as HttpRequest
 from tidegate_engine.server.errors import InvalidHeaderError
 from tidegate_engine.server.request_id import MAX_NAME_CHARS, REQUEST_ID_HEADER, is_name
 
+TIER_HEADER = "x-tidegate-tier"
 TTFT_HEADER = "x-slo-ttft-ms"
 MAX_TTFT_MS = 24 * 60 * 60 * 1000
 """Longest time to the first token that a client may ask for: a day."""
@@ -22,12 +23,14 @@ class Caller:
         ttft_seconds: When the first token is wanted: earlier or later than the tenant's target. It
             orders the tenant's own requests alone, so nobody gains on another tenant by it. None =
             as the tenant's policy says.
+        tier: The tier that is asked for, allowed or not; None = the tenant's own.
     """
 
     tenant: str
     request_id: str
     arrived_at: float
     ttft_seconds: float | None = None
+    tier: str | None = None
 
     @classmethod
     def of(cls, request: HttpRequest, *, tenant: str) -> "Caller":
@@ -45,6 +48,7 @@ class Caller:
             request_id=request.state.request_id,
             arrived_at=request.state.arrived_at,
             ttft_seconds=_ttft_seconds(request.headers.get(TTFT_HEADER)),
+            tier=request.headers.get(TIER_HEADER),
         )
 
 

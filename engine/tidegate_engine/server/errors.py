@@ -1,7 +1,7 @@
 """Errors of the HTTP API, in the shape and the words of the OpenAI API.
 
-Codes are stable: clients may act on them. A refusal names its code in `x-tidegate-reason` too, for
-proxies and access logs that don't read bodies.
+A refusal names its code in `x-tidegate-reason` too, for proxies and access logs that don't read
+bodies.
 """
 
 import math
@@ -14,12 +14,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
 from tidegate_engine.core.request import Rejection, RejectionCode
+from tidegate_engine.server.error_codes import MEANINGS, ErrorCode
 from tidegate_engine.server.json_response import JsonResponse
 
 REASON_HEADER = "x-tidegate-reason"
 
 MAX_RETRY_SECONDS = 60
 """Nobody is told to wait for longer: by then all may have changed."""
+
+_LONGEST_SPREAD_FROM = MAX_RETRY_SECONDS * 4 // 5  # and a quarter more is all of them
 
 UNKNOWN = "unknown_field"
 """Type of the pydantic error of a field that no body has."""
@@ -28,23 +31,13 @@ UNSUPPORTED = "unsupported_field"
 """Type of the pydantic error of a known OpenAI field that this engine can't honour."""
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-_REJECTION_STATUS = {
-    RejectionCode.PROMPT_TOO_LONG: 400,
-    RejectionCode.EMPTY_PROMPT: 400,
-    RejectionCode.QUEUE_FULL: 503,
-    RejectionCode.TENANT_QUEUE_FULL: 429,
-    RejectionCode.TENANT_STOPPED: 403,
-    RejectionCode.UNKNOWN_TENANT: 401,
-    RejectionCode.NO_POLICY: 503,
-    RejectionCode.SHED: 429,
-}
-_HTTP_CODES = {404: "unknown_path", 405: "method_not_allowed"}
+_HTTP_CODES = {404: ErrorCode.UNKNOWN_PATH, 405: ErrorCode.METHOD_NOT_ALLOWED}
 _VALIDATION_CODES = {
-    "extra_forbidden": UNKNOWN,
-    "json_invalid": "invalid_json",
-    "missing": "missing_field",
-    UNKNOWN: UNKNOWN,
-    UNSUPPORTED: UNSUPPORTED,
+    "extra_forbidden": ErrorCode.UNKNOWN_FIELD,
+    "json_invalid": ErrorCode.INVALID_JSON,
+    "missing": ErrorCode.MISSING_FIELD,
+    UNKNOWN: ErrorCode.UNKNOWN_FIELD,
+    UNSUPPORTED: ErrorCode.UNSUPPORTED_FIELD,
 }
 _MAX_PARAM_LENGTH = 200  # of what a client may have named itself, at any length
 _UNIONS = {"content", "prompt", "stop"}
@@ -55,34 +48,34 @@ class ApiError(Exception):
     """A request gets an error for an answer.
 
     Attributes:
-        status: HTTP status.
-        code: Stable and machine-readable.
         param: The field of the request at fault.
-        retry_after_seconds: When a retry may succeed; None = the same request never will.
+        retry_after_seconds: When a retry may succeed, if the same request ever may.
     """
 
     def __init__(
         self,
-        status: int,
-        code: str,
+        code: ErrorCode,
         message: str,
         *,
         param: str | None = None,
-        retry_after_seconds: float | None = None,
+        retry_after_seconds: float = 1.0,
     ) -> None:
         super().__init__(message)
-        self.status = status
         self.code = code
         self.param = param
         self.retry_after_seconds = retry_after_seconds
 
     @property
+    def status(self) -> int:
+        """The HTTP status."""
+        return MEANINGS[self.code].status
+
+    @property
     def headers(self) -> dict[str, str]:
         """The response headers that belong to it."""
-        headers = {REASON_HEADER: self.code}
-        if self.retry_after_seconds is not None:
-            seconds = min(math.ceil(self.retry_after_seconds), MAX_RETRY_SECONDS)
-            headers["retry-after"] = str(max(1, seconds))
+        headers = {REASON_HEADER: self.code.value}
+        if MEANINGS[self.code].is_retryable:
+            headers["retry-after"] = str(_spread(self.retry_after_seconds))
         return headers
 
     def body(self) -> dict[str, Mapping[str, object]]:
@@ -102,7 +95,7 @@ class InvalidApiKeyError(ApiError):
     """The caller is no tenant of this pool."""
 
     def __init__(self, message: str = "The API key belongs to no tenant of this pool.") -> None:
-        super().__init__(401, "invalid_api_key", message)
+        super().__init__(ErrorCode.INVALID_API_KEY, message)
 
 
 class InvalidAdminTokenError(ApiError):
@@ -110,8 +103,7 @@ class InvalidAdminTokenError(ApiError):
 
     def __init__(self) -> None:
         super().__init__(
-            401,
-            "invalid_admin_token",
+            ErrorCode.INVALID_ADMIN_TOKEN,
             "The admin token is missing or wrong (Authorization: Bearer).",
         )
 
@@ -120,7 +112,7 @@ class InvalidHeaderError(ApiError):
     """A header of the request makes no sense."""
 
     def __init__(self, header: str, allowed: str) -> None:
-        super().__init__(400, "invalid_header", f"{header} is {allowed}.", param=header)
+        super().__init__(ErrorCode.INVALID_HEADER, f"{header} is {allowed}.", param=header)
 
 
 class BodyTooLargeError(ApiError):
@@ -128,7 +120,7 @@ class BodyTooLargeError(ApiError):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(
-            413, "body_too_large", f"The body has more than {limit_bytes} bytes (the limit)."
+            ErrorCode.BODY_TOO_LARGE, f"The body has more than {limit_bytes} bytes (the limit)."
         )
 
 
@@ -137,8 +129,7 @@ class UnsupportedMediaTypeError(ApiError):
 
     def __init__(self, header: str, expected: str, got: str) -> None:
         super().__init__(
-            415,
-            "unsupported_media_type",
+            ErrorCode.UNSUPPORTED_MEDIA_TYPE,
             f"{header} must be {expected}, got {got!r}.",
             param=header,
         )
@@ -148,28 +139,21 @@ class NoPolicyError(ApiError):
     """The engine has not received a policy yet, so nobody can be served."""
 
     def __init__(self) -> None:
-        super().__init__(
-            503,
-            RejectionCode.NO_POLICY.value,
-            "This engine has no policy in force yet.",
-            retry_after_seconds=1,
-        )
+        super().__init__(ErrorCode.NO_POLICY, "This engine has no policy in force yet.")
 
 
 class EngineDrainingError(ApiError):
     """The engine shuts down."""
 
     def __init__(self) -> None:
-        super().__init__(
-            503, "engine_draining", "This engine is shutting down.", retry_after_seconds=1
-        )
+        super().__init__(ErrorCode.ENGINE_DRAINING, "This engine is shutting down.")
 
 
 class EngineFailedError(ApiError):
     """A step, or the engine's thread, did not survive."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(500, "engine_failed", message)
+        super().__init__(ErrorCode.ENGINE_FAILED, message)
 
 
 class RequestCancelledError(ApiError):
@@ -177,7 +161,7 @@ class RequestCancelledError(ApiError):
 
     def __init__(self) -> None:
         # 410, as the official client repeats what was answered with 409.
-        super().__init__(410, "request_cancelled", "The request was cancelled.")
+        super().__init__(ErrorCode.REQUEST_CANCELLED, "The request was cancelled.")
 
 
 class QueueTimeoutError(ApiError):
@@ -185,8 +169,7 @@ class QueueTimeoutError(ApiError):
 
     def __init__(self) -> None:
         super().__init__(
-            504,
-            "queue_timeout",
+            ErrorCode.QUEUE_TIMEOUT,
             "The request waited for its first token for longer than its tenant's queue timeout.",
         )
 
@@ -196,7 +179,8 @@ class RequestTimeoutError(ApiError):
 
     def __init__(self) -> None:
         super().__init__(
-            504, "request_timeout", "The request took longer than its tenant's request timeout."
+            ErrorCode.REQUEST_TIMEOUT,
+            "The request took longer than its tenant's request timeout.",
         )
 
 
@@ -204,8 +188,29 @@ class TenantStoppedError(ApiError):
     """The tenant's policy lets nothing new in, or has ended what was running."""
 
     def __init__(self) -> None:
+        super().__init__(ErrorCode.TENANT_STOPPED, "The tenant is stopped by its policy.")
+
+
+class TierNotAllowedError(ApiError):
+    """The request asks for a tier that is neither its tenant's nor one of the allowed ones."""
+
+    def __init__(self, header: str, allowed: Sequence[str]) -> None:
         super().__init__(
-            403, RejectionCode.TENANT_STOPPED.value, "The tenant is stopped by its policy."
+            ErrorCode.TIER_NOT_ALLOWED,
+            f"{header}: of the tiers of this pool, this tenant's requests may have"
+            f" {', '.join(map(repr, allowed))}.",
+            param=header,
+        )
+
+
+class TenantHeaderNotAllowedError(ApiError):
+    """The caller names a tenant, and is not the gateway that may."""
+
+    def __init__(self, header: str) -> None:
+        super().__init__(
+            ErrorCode.TENANT_HEADER_NOT_ALLOWED,
+            f"{header} is for the trusted gateway alone (Authorization: Bearer, with its token).",
+            param=header,
         )
 
 
@@ -214,11 +219,10 @@ class RateLimitedError(ApiError):
 
     def __init__(self, unit: str, *, per_minute: float, wait_seconds: float) -> None:
         super().__init__(
-            429,
-            "rate_limited",
+            ErrorCode.RATE_LIMITED,
             f"The limit of {per_minute:g} {unit} a minute, over the whole pool, is used up; there"
             f" may be enough in {wait_seconds:.1f} s.",
-            retry_after_seconds=_spread(wait_seconds),
+            retry_after_seconds=wait_seconds,
         )
 
 
@@ -227,10 +231,7 @@ class QueueFullError(ApiError):
 
     def __init__(self, max_waiting: int) -> None:
         super().__init__(
-            503,
-            RejectionCode.QUEUE_FULL.value,
-            f"{max_waiting} requests are waiting already.",
-            retry_after_seconds=1,
+            ErrorCode.QUEUE_FULL, f"{max_waiting} requests are waiting already (the limit)."
         )
 
 
@@ -239,11 +240,9 @@ class SlowReaderError(ApiError):
 
     def __init__(self, limit_events: float) -> None:
         super().__init__(
-            503,
-            "slow_reader",
+            ErrorCode.SLOW_READER,
             f"The client left more than {limit_events:.0f} tokens unread; the request was"
             " cancelled.",
-            retry_after_seconds=1,
         )
 
 
@@ -257,35 +256,38 @@ def from_rejection(rejection: Rejection) -> ApiError:
     }
     wait = rejection.retry_after_seconds
     return ApiError(
-        _REJECTION_STATUS[rejection.code],
-        rejection.code.value,
+        ErrorCode(rejection.code.value),
         rejection.message,
         param="prompt" if is_about_prompt else None,
-        retry_after_seconds=None if wait is None else _spread(wait),
+        retry_after_seconds=1.0 if wait is None else wait,
     )
 
 
-def _spread(seconds: float) -> float:
-    """Return up to a quarter more: who is refused together is told to come back one by one."""
-    return seconds * random.uniform(1.0, 1.25)
+def _spread(seconds: float) -> int:
+    """Return up to a quarter more, in whole seconds, at least 1 and at most a minute.
+
+    Who is refused together is told to come back one by one; also where a minute is too short.
+    """
+    least = max(1, math.ceil(min(seconds, _LONGEST_SPREAD_FROM)))
+    return min(MAX_RETRY_SECONDS, least + random.randint(0, max(1, least // 4)))
 
 
 def from_validation(error: ValidationError) -> ApiError:
     """Name the first field of the body, or of the query, that is wrong."""
     first = _most_specific(error.errors(include_url=False, include_input=False))
     kind, context = str(first["type"]), first.get("ctx", {})
-    code = _VALIDATION_CODES.get(kind, "invalid_value")
-    if code == "invalid_json":
-        return ApiError(400, code, f"The body is not JSON: {context.get('error')}.")
+    code = _VALIDATION_CODES.get(kind, ErrorCode.INVALID_VALUE)
+    if code is ErrorCode.INVALID_JSON:
+        return ApiError(code, f"The body is not JSON: {context.get('error')}.")
     path = _path(first)
     if "param" in context:
         path.append(context["param"])
     param = ".".join(path)[:_MAX_PARAM_LENGTH] if path else None
-    if code == UNKNOWN:
+    if code is ErrorCode.UNKNOWN_FIELD:
         message = f"Unknown field: {param}."
     else:
         message = f"{param or 'body'}: {first['msg']}."
-    return ApiError(400, code, message, param=param)
+    return ApiError(code, message, param=param)
 
 
 def _most_specific(errors: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -316,12 +318,12 @@ async def answer_http_exception(request: HttpRequest, error: Exception) -> JsonR
     """Answer what the framework refuses: unknown paths and wrong methods."""
     if not isinstance(error, HTTPException):
         raise error
-    code = _HTTP_CODES.get(error.status_code, "bad_request")
-    answer = await answer_api_error(request, ApiError(error.status_code, code, f"{error.detail}."))
+    code = _HTTP_CODES.get(error.status_code, ErrorCode.INTERNAL_ERROR)
+    answer = await answer_api_error(request, ApiError(code, f"{error.detail}."))
     answer.headers.update(error.headers or {})
     return answer
 
 
 async def answer_defect(request: HttpRequest, _: Exception) -> JsonResponse:
     """Answer when the server itself is wrong; the framework logs the rest."""
-    return await answer_api_error(request, ApiError(500, "internal_error", "Internal error."))
+    return await answer_api_error(request, ApiError(ErrorCode.INTERNAL_ERROR, "Internal error."))

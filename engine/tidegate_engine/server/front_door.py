@@ -5,6 +5,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidegate_engine.server.edge import Edge
+from tidegate_engine.server.error_codes import ErrorCode
 from tidegate_engine.server.errors import ApiError
 from tidegate_engine.server.json_response import JsonResponse
 
@@ -16,8 +17,7 @@ class ModelLoadingError(ApiError):
 
     def __init__(self) -> None:
         super().__init__(
-            503,
-            "model_loading",
+            ErrorCode.MODEL_LOADING,
             "This engine is still loading its model.",
             retry_after_seconds=_RETRY_AFTER_SECONDS,
         )

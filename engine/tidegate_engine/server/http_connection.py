@@ -16,6 +16,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from tidegate_engine.server.error_codes import ErrorCode
 from tidegate_engine.server.errors import ApiError
 from tidegate_engine.server.json_response import JsonResponse
 from tidegate_engine.server.request_id import REQUEST_ID_HEADER, new_request_id
@@ -31,7 +32,7 @@ class InvalidHttpError(ApiError):
     """What came is no HTTP request."""
 
     def __init__(self) -> None:
-        super().__init__(400, "invalid_http", "What came is not a valid HTTP/1.1 request.")
+        super().__init__(ErrorCode.INVALID_HTTP, "What came is not a valid HTTP/1.1 request.")
 
 
 class HeadTooLargeError(ApiError):
@@ -39,8 +40,7 @@ class HeadTooLargeError(ApiError):
 
     def __init__(self) -> None:
         super().__init__(
-            431,
-            "headers_too_large",
+            ErrorCode.HEADERS_TOO_LARGE,
             f"The request line and headers have more than {MAX_HEAD_BYTES} bytes.",
         )
 

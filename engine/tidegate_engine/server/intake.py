@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from tidegate_engine.core.request import RejectionCode, Request
+from tidegate_engine.core.request import Request
 from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.server.caller import Caller
+from tidegate_engine.server.error_codes import ErrorCode
 from tidegate_engine.server.errors import ApiError
 from tidegate_engine.server.schema import (
     DEFAULT_COMPLETION_TOKENS,
@@ -73,7 +74,7 @@ async def take_chat(body: ChatBody, *, caller: Caller, model: ServedModel) -> In
     try:
         prompt = await _off_loop(chars, lambda: model.tokenizer.apply_chat_template(messages))
     except ValueError as error:
-        raise ApiError(400, "invalid_messages", f"{error}.", param="messages") from error
+        raise ApiError(ErrorCode.INVALID_MESSAGES, f"{error}.", param="messages") from error
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = _sampling(body, logprobs=logprobs, model=model)
     wanted = body.max_completion_tokens or body.max_tokens or model.max_context_tokens
@@ -93,8 +94,7 @@ def _intake(
 ) -> Intake:
     if len(prompts) * body.n > MAX_CHOICES:
         raise ApiError(
-            400,
-            "too_many_choices",
+            ErrorCode.TOO_MANY_CHOICES,
             f"n times the number of prompts is at most {MAX_CHOICES}.",
             param="n",
         )
@@ -109,6 +109,7 @@ def _intake(
             sampling=_for_choice(sampling, number * body.n + choice),
             stop_token_ids=stop_ids,
             ttft_seconds=caller.ttft_seconds,
+            tier=caller.tier,
         )
         for number, prompt in enumerate(map(tuple, prompts))
         for choice in range(body.n)
@@ -122,8 +123,7 @@ def _check_whole_logprobs(requests: Sequence[Request], logprobs_per_token: int) 
     wanted = logprobs_per_token * sum(request.max_output_tokens for request in requests)
     if wanted > MAX_WHOLE_LOGPROBS:
         raise ApiError(
-            400,
-            "too_many_logprobs",
+            ErrorCode.TOO_MANY_LOGPROBS,
             f"All choices' tokens, each with its alternatives, may have {wanted} log-probabilities;"
             f" without stream = true at most {MAX_WHOLE_LOGPROBS}.",
             param="logprobs",
@@ -150,8 +150,7 @@ def _output_limit(
     room = model.max_context_tokens - len(prompt)
     if room < 1:
         raise ApiError(
-            400,
-            RejectionCode.PROMPT_TOO_LONG.value,
+            ErrorCode.PROMPT_TOO_LONG,
             f"The prompt has {len(prompt)} tokens; the model's context holds"
             f" {model.max_context_tokens}, one of them for the output.",
             param=limit.prompt_param,
@@ -159,8 +158,7 @@ def _output_limit(
     tokens, what = min((limit.tokens, limit.param), (room, "what the context leaves"))
     if sampling.min_tokens > tokens:
         raise ApiError(
-            400,
-            "invalid_value",
+            ErrorCode.INVALID_VALUE,
             f"min_tokens: {sampling.min_tokens} is more than {what}, {tokens}.",
             param="min_tokens",
         )
@@ -185,8 +183,7 @@ def _check_in_vocabulary(
     largest = max(map(max, filter(None, token_ids)), default=0)
     if largest >= model.tokenizer.vocab_size:
         raise ApiError(
-            400,
-            "invalid_value",
+            ErrorCode.INVALID_VALUE,
             f"{param}: token {largest} is not below the vocabulary's {model.tokenizer.vocab_size}.",
             param=param,
         )

@@ -4,6 +4,7 @@ from collections import Counter
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tidegate_engine.server.error_codes import ErrorCode
 from tidegate_engine.server.errors import ApiError
 
 
@@ -12,10 +13,8 @@ class EngineOverloadedError(ApiError):
 
     def __init__(self) -> None:
         super().__init__(
-            503,
-            "engine_overloaded",
+            ErrorCode.ENGINE_OVERLOADED,
             "This engine has as many requests open as it may.",
-            retry_after_seconds=1,
         )
 
     @property

@@ -15,7 +15,7 @@ GENERATION = (400, 401, 403, 404, 410, 413, 415, 429, 500, 503, 504)
 _MEANINGS = {
     400: "Something about the request makes no sense; `param` names the field or header.",
     401: "The API key belongs to no tenant of this pool.",
-    403: "The tenant is stopped by its policy.",
+    403: "The tenant is stopped by its policy, or a header asks for what the caller may not have.",
     404: "No such path, model, or running request.",
     410: "The request was cancelled by its tenant while it ran.",
     413: "The body is too large.",

@@ -1,0 +1,52 @@
+"""The list of error codes, the table of them in the documentation, and the tests name the same."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tidegate_engine.core.request import RejectionCode
+from tidegate_engine.server.error_codes import MEANINGS, Cause, ErrorCode
+from tidegate_engine.server.errors import REASON_HEADER, ApiError
+
+ROOT = Path(__file__).parents[3]
+ROW = re.compile(r"^\| `(\w+)` \| (\d+) \| (\w+) \| (yes|no) \| .+ \|$", re.MULTILINE)
+
+
+def test_the_documented_table_says_what_the_code_does() -> None:
+    rows = ROW.findall((ROOT / "docs/api.md").read_text())
+    documented = [(code, int(status), cause, retry == "yes") for code, status, cause, retry in rows]
+    assert documented == [(code, *MEANINGS[code]) for code in sorted(ErrorCode, key=_by_status)]
+
+
+def _by_status(code: ErrorCode) -> tuple[int, int]:
+    return MEANINGS[code].status, list(ErrorCode).index(code)
+
+
+@pytest.mark.parametrize("code", list(ErrorCode))
+def test_some_other_test_meets_the_code(code: ErrorCode) -> None:
+    texts = (path.read_text() for path in (ROOT / "tests/engine").rglob("test_*.py"))
+    assert any(f'"{code}"' in text for text in texts)
+
+
+@pytest.mark.parametrize("code", list(ErrorCode))
+def test_an_error_tells_its_code_twice_and_when_to_come_back_only_where_that_helps(
+    code: ErrorCode,
+) -> None:
+    error = ApiError(code, "No.", retry_after_seconds=7.0)
+    told = error.body()["error"]
+    assert (told["code"], error.headers[REASON_HEADER]) == (code, code)
+    assert ("retry-after" in error.headers) is MEANINGS[code].is_retryable
+
+
+def test_the_callers_errors_are_never_503_and_the_engines_never_4xx() -> None:
+    for status, cause, is_retryable in MEANINGS.values():
+        if status == 503:
+            assert (cause, is_retryable) == (Cause.ENGINE, True)
+        if status < 500:
+            assert (cause, is_retryable) == (Cause.CALLER, status == 429)
+
+
+def test_every_refusal_of_the_scheduler_has_a_code_but_that_of_an_unknown_tenant() -> None:
+    codes = {code.value for code in RejectionCode if code is not RejectionCode.UNKNOWN_TENANT}
+    assert codes <= {code.value for code in ErrorCode}
