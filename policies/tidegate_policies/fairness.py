@@ -7,8 +7,9 @@ of weight 0 apart.
 """
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 Group = tuple[int, bool]
 """The value of a tier, and whether these are its tenants of weight 0."""
@@ -18,6 +19,21 @@ PROMPT_TOKEN_COST = 1.0
 
 OUTPUT_TOKEN_COST = 2.0
 """Cost units per output token (w_q in the paper): a decode moves all weights for one token."""
+
+
+class Payer(Protocol):
+    """Who is charged for output tokens."""
+
+    @property
+    def account(self) -> str:
+        """The name that its service is counted under."""
+
+    @property
+    def output_price(self) -> float:
+        """What an output token adds to its counter: its cost divided by the weight."""
+
+
+PayerT = TypeVar("PayerT", bound=Payer)
 
 
 @dataclass(slots=True)
@@ -70,11 +86,12 @@ class VirtualTokenCounters:
         """
         self._counter[tenant] = self._counter.get(tenant, 0.0) + cost / (weight or 1)
 
-    def charge_each(self, charges: Iterable[tuple[str, float]]) -> None:
-        """Add service just given to many tenants: (tenant, cost divided by its weight)."""
+    def charge_output(self, served: Mapping[PayerT, int]) -> None:
+        """Add the output tokens that a step gave, by who pays for them."""
         counter = self._counter
-        for tenant, normalised_cost in charges:
-            counter[tenant] = counter.get(tenant, 0.0) + normalised_cost
+        for payer, num_tokens in served.items():
+            account = payer.account
+            counter[account] = counter.get(account, 0.0) + num_tokens * payer.output_price
 
     def join(self, tenant: str, group: Group) -> None:
         """Lift the counter of a tenant that becomes active, so that it can't bank idle time.

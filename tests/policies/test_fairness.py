@@ -1,3 +1,5 @@
+from typing import NamedTuple
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,9 +98,15 @@ def test_a_suspended_tenants_old_counter_is_no_floor_under_who_left_last() -> No
     assert counters.value("new") == 700
 
 
-def test_many_charges_at_once_are_as_one_by_one() -> None:
+class PayingTenant(NamedTuple):
+    account: str
+    output_price: float
+
+
+def test_output_is_charged_at_the_price_of_who_pays() -> None:
     counters = VirtualTokenCounters()
-    counters.charge_each([("a", 3.0), ("b", 4.0), ("a", 1.0)])
+    counters.charge("a", 3.0, weight=1)
+    counters.charge_output({PayingTenant("a", 0.5): 2, PayingTenant("b", 2.0): 2})
     assert (counters.value("a"), counters.value("b")) == (4.0, 4.0)
 
 

@@ -1,7 +1,7 @@
 """Who is charged for a step, and what its requests got."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Ordered
 
 from tidegate_engine.core.books import Books
@@ -27,7 +27,7 @@ class Accounts:
         self,
         plan: StepPlan,
         decodes: Ordered[Sequence],
-        tokens: Mapping[str, SampledToken],
+        sampled: Ordered[SampledToken | None],
         now: float,
     ) -> tuple[list[TokenOutput], list[Sequence]]:
         """Book what was computed and append what was sampled.
@@ -35,7 +35,7 @@ class Accounts:
         Args:
             plan: What was executed.
             decodes: Whose decodes the first rows are.
-            tokens: What was sampled.
+            sampled: The token of each row that samples, in order; None for one that failed.
             now: On the scheduler's clock.
 
         Returns:
@@ -43,31 +43,45 @@ class Accounts:
         """
         self._memory.advance(now)
         num_decodes = len(decodes)
-        outputs, ended = _append_all(decodes, tokens)
+        outputs, ended = _append_all(decodes, sampled[:num_decodes])
+        rest = iter(sampled[num_decodes:])
         self._running.context_tokens += len(outputs)
-        served = self._served_decodes(decodes, num_rows=len(outputs))
+        served, by_tier = self._served_decodes(decodes, num_rows=len(outputs))
         read: list[Sequence] = []
+        first_tokens: list[SampledToken | None] = []
         for row in plan.rows[num_decodes:]:
+            token = next(rest) if row.samples else None
             seq = self._live.get(row.request_id)
             if seq is None:  # cancelled while the step was computed
                 continue
             self._book_prefill(seq, len(row.token_ids), now)
             if row.samples:
                 read.append(seq)
-        first_outputs, ended_at_first = _append_all(read, tokens)
+                first_tokens.append(token)
+        first_outputs, ended_at_first = _append_all(read, first_tokens)
         for seq in read:
-            served[seq.tenant] = served.get(seq.tenant, 0) + 1
+            served[seq.tenant] += 1
+            by_tier[seq.tenant.tier_value] += 1
             self._memory.register(seq)
             self._running.end_prefill(seq)
-        self._charge_output(served, now)
+        self._charge_output(served)
+        for value, num_tokens in by_tier.items():
+            self._charge_tier(value, OUTPUT_TOKEN_COST * num_tokens, now)
         return outputs + first_outputs, ended + ended_at_first
 
-    def _served_decodes(self, decodes: Ordered[Sequence], *, num_rows: int) -> dict[Tenant, int]:
-        """Return how many decodes of each tenant the step has served."""
-        if num_rows == len(self._running.decoding):
-            return dict(self._running.decodes_by_tenant)
-        served = (seq.tenant for seq in decodes if seq.phase is Phase.RUNNING)
-        return dict(Counter(served))  # somebody stood still, or was cancelled meanwhile
+    def _served_decodes(
+        self, decodes: Ordered[Sequence], *, num_rows: int
+    ) -> tuple[Counter[Tenant], Counter[int]]:
+        """Return how many decodes of each tenant, and of each tier, the step has served."""
+        running = self._running
+        if num_rows == len(running.decoding):
+            return running.decodes_by_tenant.copy(), running.decodes_by_tier.copy()
+        # Somebody stood still, or was cancelled meanwhile.
+        served = Counter(seq.tenant for seq in decodes if seq.phase is Phase.RUNNING)
+        by_tier = Counter[int]()
+        for tenant, num_tokens in served.items():
+            by_tier[tenant.tier_value] += num_tokens
+        return served, by_tier
 
     def _book_prefill(self, seq: Sequence, num_tokens: int, now: float) -> None:
         """Charge computed prompt tokens, each once; what a recompute repeats is free."""
@@ -91,19 +105,12 @@ class Accounts:
         if seq.is_decoding:  # a recompute, of which one token is left
             self._running.end_prefill(seq)
 
-    def _charge_output(self, served: Mapping[Tenant, int], now: float) -> None:
-        """Charge the output tokens of this step, one addition per tenant."""
-        by_tier: dict[int, int] = {}
+    def _charge_output(self, served: Mapping[Tenant, int]) -> None:
+        """Charge the output tokens of this step, at once for each tenant."""
         for tenant, num_tokens in served.items():
             tenant.totals.output_tokens += num_tokens
             tenant.service += OUTPUT_TOKEN_COST * num_tokens
-            value = tenant.tier.value
-            by_tier[value] = by_tier.get(value, 0) + num_tokens
-        self._tenants.counters.charge_each(
-            [(t.account, num_tokens * t.output_price) for t, num_tokens in served.items()]
-        )
-        for value, num_tokens in by_tier.items():
-            self._charge_tier(value, OUTPUT_TOKEN_COST * num_tokens, now)
+        self._tenants.counters.charge_output(served)
 
     def _charge_tier(self, value: int, cost: float, now: float) -> None:
         self._shares.charge(value, cost, now)
@@ -111,21 +118,19 @@ class Accounts:
 
 
 def _append_all(
-    sequences: Iterable[Sequence], tokens: Mapping[str, SampledToken]
+    sequences: Ordered[Sequence], sampled: Ordered[SampledToken | None]
 ) -> tuple[list[TokenOutput], list[Sequence]]:
-    """Append what was sampled for these requests, and tell which of them end with it.
+    """Append to each request what was sampled for it, and tell which of them end with it.
 
-    Whoever has ended while the step was computed gets nothing.
+    Whoever has failed, or ended while the step was computed, gets nothing.
     """
     outputs: list[TokenOutput] = []
     ended: list[Sequence] = []
     running = Phase.RUNNING
     new_output = tuple.__new__  # what TokenOutput() calls, at half its time
-    for seq in sequences:
-        if seq.phase is not running:
+    for seq, token in zip(sequences, sampled, strict=True):
+        if token is None or seq.phase is not running:
             continue
-        request_id = seq.request_id
-        token = tokens[request_id]
         token_id = token[0]
         seq.computed_tokens = length = seq.num_tokens
         length += 1
@@ -139,5 +144,5 @@ def _append_all(
             ended.append(seq)
         else:
             reason = None
-        outputs.append(new_output(TokenOutput, (request_id, token, reason)))
+        outputs.append(new_output(TokenOutput, (seq.request_id, token, reason)))
     return outputs, ended

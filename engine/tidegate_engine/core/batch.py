@@ -6,6 +6,7 @@ Here several prompts may be half read at a time, so that a short one need not wa
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from itertools import groupby
 
@@ -116,15 +117,21 @@ def in_service_order(running: Running) -> list[Sequence]:
     return [seq for *_, seq in sorted(ranked)]
 
 
-def ready_decodes(running: Running, memory: KvMemory) -> list[Sequence]:
+def ready_decodes(
+    running: Running, memory: KvMemory, lacking: Iterable[Sequence]
+) -> list[Sequence]:
     """Return the decodes that have the KV block for their next token.
 
     Who lacked one when all grew gets it if it has become free since: what was kept for somebody
     may have been given up.
+
+    Args:
+        running: The batch.
+        memory: What gives the block.
+        lacking: Who may lack one, in order; they need not run any more.
     """
-    return [
-        seq for seq in running.decoding if seq.num_tokens <= seq.capacity or memory.try_grow(seq)
-    ]
+    still = {seq for seq in lacking if seq in running.decoding and not memory.try_grow(seq)}
+    return [seq for seq in running.decoding if seq not in still] if still else [*running.decoding]
 
 
 def describe_batch(decodes: Ordered[Sequence], shares: dict[Sequence, int]) -> list[PlanRow]:
@@ -140,7 +147,7 @@ def describe_batch(decodes: Ordered[Sequence], shares: dict[Sequence, int]) -> l
             (
                 seq.request_id,
                 seq.num_tokens - 1,
-                seq.token_ids[-1:],
+                (seq.token_ids[-1],),
                 seq.block_table,
                 True,
                 seq.sampling,

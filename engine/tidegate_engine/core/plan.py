@@ -173,3 +173,20 @@ class StepResult:
     tokens: Mapping[str, SampledToken] = field(default_factory=dict)
     passed_fences: tuple[int, ...] = ()
     failures: Mapping[str, str] = field(default_factory=dict)
+
+    def tokens_of(self, plan: StepPlan) -> list[SampledToken | None]:
+        """Return the token of each row that samples, in order; None for one that failed.
+
+        Raises:
+            KeyError: A row has neither a token nor failed.
+        """
+        tokens = self.tokens
+        found = [tokens.get(row[0]) for row in plan.rows if row[4]]
+        if not all(found):  # a token is never empty
+            answered = tokens.keys() | self.failures.keys()
+            missing = [
+                r.request_id for r in plan.rows if r.samples and r.request_id not in answered
+            ]
+            if missing:
+                raise KeyError(f"step {plan.step}: no token for requests {missing}")
+        return found

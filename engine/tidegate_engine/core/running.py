@@ -21,6 +21,7 @@ class Running:
         context_tokens: Context of all decodes together.
         version: Grows whenever somebody joins, leaves or begins to come in.
         decodes_by_tenant: How many of the decodes each tenant has.
+        decodes_by_tier: And how many each tier has, by its value.
         committed_cost: Service that the requests of each tier are expected to take yet.
     """
 
@@ -31,6 +32,7 @@ class Running:
         self.version = 0
         self.context_tokens = 0
         self.decodes_by_tenant: Counter[Tenant] = Counter()
+        self.decodes_by_tier: Counter[int] = Counter()
         self.committed_cost: dict[int, float] = {}
         self._by_tier: Counter[int] = Counter()
         self._itl_targets: Counter[float] = Counter()
@@ -108,6 +110,7 @@ class Running:
         del self.decoding[seq]
         self.context_tokens -= seq.num_tokens
         _count_down(self.decodes_by_tenant, tenant)
+        _count_down(self.decodes_by_tier, tenant.tier_value)
         target = tenant.rule.service.itl_seconds
         if target is not None:
             _count_down(self._itl_targets, target)
@@ -133,6 +136,7 @@ class Running:
                 seq.tenant.committed_blocks += seq.most_blocks
         self._by_tier = Counter(seq.tenant.tier_value for seq in self)
         self.decodes_by_tenant = Counter(seq.tenant for seq in self.decoding)
+        self.decodes_by_tier = Counter(seq.tenant.tier_value for seq in self.decoding)
         targets = (seq.tenant.rule.service.itl_seconds for seq in self.decoding)
         self._itl_targets = Counter(target for target in targets if target is not None)
 
@@ -152,6 +156,8 @@ class Running:
             raise AssertionError(f"decodes have {context_tokens} tokens, not {self.context_tokens}")
         if Counter(seq.tenant for seq in self.decoding) != self.decodes_by_tenant:
             raise AssertionError("the tenants' decodes are miscounted")
+        if Counter(seq.tenant.tier_value for seq in self.decoding) != self.decodes_by_tier:
+            raise AssertionError("the tiers' decodes are miscounted")
         version = self.version
         self.recount()
         self.version = version
@@ -174,6 +180,7 @@ class Running:
         self.decoding[seq] = None
         self.context_tokens += seq.num_tokens
         self.decodes_by_tenant[seq.tenant] += 1
+        self.decodes_by_tier[seq.tenant.tier_value] += 1
         target = seq.tenant.rule.service.itl_seconds
         if target is not None:
             self._itl_targets[target] += 1

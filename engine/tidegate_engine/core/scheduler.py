@@ -102,6 +102,7 @@ class Scheduler:
         self._accounts = Accounts(books, live=self._live)
         self._joining: list[Sequence] = []
         self._decodes: list[Sequence] = []
+        self._lacking: list[Sequence] = []
         self._has_open_plan = False
         self._planned_at = 0.0
         self._features = StepFeatures(0, 0, 0, 0)
@@ -240,17 +241,13 @@ class Scheduler:
         Raises:
             KeyError: `result` lacks a row of `plan` that samples. Nothing has changed.
         """
-        tokens = result.tokens
-        missing = [row.request_id for row in plan.rows if row[4] and row[0] not in tokens]
-        missing = [request_id for request_id in missing if request_id not in result.failures]
-        if missing:
-            raise KeyError(f"step {plan.step}: no token for requests {missing}")
+        sampled = result.tokens_of(plan)
         self._has_open_plan = False
         if plan.rows:
             self._step_times.observe(self._features, now - self._planned_at)
         for request_id in result.failures:
             self._drop_broken(request_id, now)
-        outputs, ended = self._accounts.commit_rows(plan, self._decodes, tokens, now)
+        outputs, ended = self._accounts.commit_rows(plan, self._decodes, sampled, now)
         for seq in ended:
             self._complete(seq)
         self._memory.end_step()
@@ -349,20 +346,20 @@ class Scheduler:
     def _grow_running(self) -> None:
         """Give every decode, oldest first, the block for its next token."""
         memory = self._memory
-        lacking = [seq for seq in self._running.decoding if seq.num_tokens > seq.capacity]
-        for seq in lacking:
+        self._lacking = []
+        for seq in [seq for seq in self._running.decoding if seq.num_tokens > seq.capacity]:
             if seq.phase is not Phase.RUNNING or memory.try_grow(seq):
                 continue
             if not self._gate.clip(seq):  # a policy change took what it needs
                 self._end_for_lack(seq)
                 continue
             self._preemptor.make_room_to_grow(seq)
-            if seq.phase is Phase.RUNNING:
-                memory.try_grow(seq)  # else it stands still until copies have ended
+            if seq in self._running.decoding and not memory.try_grow(seq):
+                self._lacking.append(seq)  # it stands still until copies have ended
 
     def _emit(self, now: float, expired: tuple[Expiry, ...]) -> StepPlan:
         shares = prefill_shares(self._running, self._limits, self._step_times)
-        self._decodes = ready_decodes(self._running, self._memory)
+        self._decodes = ready_decodes(self._running, self._memory, self._lacking)
         rows = describe_batch(self._decodes, shares)
         if not rows and not self._memory.flights and self._running.decoding:
             # All stand still, and nobody may be taken out: the newest gives its blocks back.
