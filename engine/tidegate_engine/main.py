@@ -260,6 +260,7 @@ def _tasks_in_pool(
         board=service.board,
         source=source,
         engine=service.engine,
+        levels=service.levels,
     )
     exchange = ServiceExchange(
         redis,

@@ -33,8 +33,6 @@ _SCHEDULER_BUCKETS = (5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 2e-2)
 _SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKEN_BUCKETS = (1, 4, 16, 64, 256, 1024, 4096)
 _APPLY_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
-# Refusals that are the engine's, not the tenant's own limits': the first token never comes.
-_NO_ROOM = frozenset({"shed", "queue_full"})
 
 
 class Scrape:
@@ -94,11 +92,19 @@ class EngineMetrics:
         self._refused: Counter[tuple[str, str]] = Counter()
         self._tenants: dict[str, TenantRule | None] = {UNKNOWN_TENANT: None}
 
-    def scrape(self, stats: EngineStats, *, rates_are_alone: bool, at: float) -> Scrape:
+    def scrape(
+        self,
+        stats: EngineStats,
+        *,
+        miss_ratios: Mapping[tuple[str, str], float],
+        rates_are_alone: bool,
+        at: float,
+    ) -> Scrape:
         """Take what there is to show.
 
         Args:
             stats: The engine now.
+            miss_ratios: By tenant and objective, as `ServiceLevels` has them.
             rates_are_alone: Whether rate limits are divided by the number of engines.
             at: The engine's clock.
         """
@@ -110,6 +116,7 @@ class EngineMetrics:
             tenants=self._tenants,
             observed=self._latencies.collect(at=at),
             refused=dict(self._refused),
+            miss_ratios=miss_ratios,
             rates_are_alone=rates_are_alone,
             overhead_ratio=self._scheduler_seconds / self._step_seconds
             if self._step_seconds
@@ -144,8 +151,6 @@ class EngineMetrics:
         """
         if tenant in self._tenants:
             self._refused[tenant, reason] += 1
-            if reason in _NO_ROOM:
-                self._latencies.of(tenant).never_began()
 
     def use_policy(self, policy: PolicyInForce) -> None:
         """Keep series for the tenants of `policy` and `unknown` alone."""
@@ -189,6 +194,7 @@ class _Totals(Collector):
     tenants: Mapping[str, TenantRule | None]
     observed: Sequence[Metric]
     refused: Mapping[tuple[str, str], int]
+    miss_ratios: Mapping[tuple[str, str], float]
     rates_are_alone: bool
     overhead_ratio: float
 
@@ -197,6 +203,7 @@ class _Totals(Collector):
         yield from self._engine_series(self.stats)
         yield from self._tenant_series(self.stats)
         yield from self._rule_series(self.stats.scheduler)
+        yield self._miss_series()
         yield from self.observed
         yield from picker_series(
             self.stats.scheduler, self.capacity, pool=self.pool, model=self.model
@@ -330,6 +337,17 @@ class _Totals(Collector):
             blocks.add_metric((self.pool, name, "borrowed"), tenant.kv_borrowed_blocks)
             blocks.add_metric((self.pool, name, "nominal"), nominal)
         yield from (weights, blocks)
+
+    def _miss_series(self) -> Metric:
+        ratios = GaugeMetricFamily(
+            "tidegate_slo_miss_ratio",
+            "Share of first tokens (ttft) or of times between tokens (itl) that missed the target"
+            " in the window of the tenant's service level; 0 without traffic",
+            labels=("pool", "tenant", "objective"),
+        )
+        for (tenant, objective), ratio in self.miss_ratios.items():
+            ratios.add_metric((self.pool, tenant, objective), ratio)
+        return ratios
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(f"tidegate_{name}", text, labels=("pool",))

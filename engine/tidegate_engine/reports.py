@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
@@ -11,10 +12,12 @@ from tidegate_engine.core.request import SchedulerStats, TenantStats
 from tidegate_engine.loop import EngineLoop
 from tidegate_engine.policy_board import PolicyBoard
 from tidegate_engine.policy_source import PolicySource
+from tidegate_engine.service_levels import ServiceLevels
 from tidegate_engine.tasks import cancel_all
 from tidegate_policies.wire import (
     HEARTBEAT_SECONDS,
     REPORT_EXPIRY_SECONDS,
+    Attainment,
     EngineReport,
     TenantCounters,
     report_key,
@@ -40,6 +43,7 @@ class Reporter:
         board: PolicyBoard,
         source: PolicySource,
         engine: EngineLoop,
+        levels: ServiceLevels,
     ) -> None:
         """Listen to what is worth a report; `run` begins.
 
@@ -51,6 +55,7 @@ class Reporter:
             board: Tells the policy in force.
             source: Tells what was refused, and whether the engine is degraded.
             engine: Is counted.
+            levels: Tell how tenants fare.
         """
         self._pod = pod
         self._pool = pool
@@ -59,6 +64,7 @@ class Reporter:
         self._board = board
         self._source = source
         self._engine = engine
+        self._levels = levels
         self._sequence = 0
         self._is_failing = False
         self._woken = asyncio.Event()
@@ -107,11 +113,17 @@ class Reporter:
             kv_blocks=stats.kv_blocks,
             kv_used_blocks=stats.kv_used_blocks,
             host_blocks=stats.host_blocks,
-            tenants=tuple(
-                _counters(name, tenant)
-                for name, tenant in sorted(stats.tenants.items())
-                if _is_worth_telling(tenant)
-            ),
+            tenants=self._tenants(stats.tenants),
+        )
+
+    def _tenants(self, tenants: Mapping[str, TenantStats]) -> tuple[TenantCounters, ...]:
+        # Who got nothing but refusals may not be known to the scheduler.
+        attainments = self._levels.attainments()
+        known = {**dict.fromkeys(attainments, TenantStats()), **tenants}
+        return tuple(
+            _counters(name, stats, attainments.get(name))
+            for name, stats in sorted(known.items())
+            if name in attainments or _is_worth_telling(stats)
         )
 
     async def _publish(self, report: EngineReport) -> None:
@@ -137,7 +149,7 @@ def _is_worth_telling(stats: TenantStats) -> bool:
     return is_active or stats.service > 0 or ended > 0
 
 
-def _counters(name: str, stats: TenantStats) -> TenantCounters:
+def _counters(name: str, stats: TenantStats, attainment: Attainment | None) -> TenantCounters:
     return TenantCounters(
         tenant=name,
         running=stats.running,
@@ -149,4 +161,5 @@ def _counters(name: str, stats: TenantStats) -> TenantCounters:
         service=stats.service,
         preempted=stats.preempted,
         cancelled=stats.cancelled + stats.expired,
+        attainment=attainment,
     )

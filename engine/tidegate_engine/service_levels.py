@@ -8,6 +8,7 @@ this lives in the event loop.
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from tidegate_engine.core.request import RejectionCode
 from tidegate_engine.events import CancelCause, StepReport
@@ -92,8 +93,15 @@ class _Tally:
 class TenantWindow:
     """One tenant against the targets that it has now; times are readings of one clock."""
 
-    def __init__(self, rule: ServiceRule) -> None:
+    def __init__(self, rule: ServiceRule, *, on_no_token: Callable[[], None]) -> None:
+        """Begin with nothing.
+
+        Args:
+            rule: The targets.
+            on_no_token: Called for each request whose first token will never come.
+        """
         self._rule = rule
+        self._on_no_token = on_no_token
         self._length = rule.window_seconds / SUB_WINDOWS
         self._number = 0
         self._ends_at = 0.0
@@ -192,6 +200,7 @@ class TenantWindow:
         tally.requests += 1
         if self._rule.ttft_seconds is not None and not has_begun:
             tally.ttft.buckets[NEVER] += 1
+            self._on_no_token()
 
     def _is_met(self, pace: RequestPace) -> bool:
         allowed = (100 - self._rule.itl_percentile) * pace.num_gaps
@@ -217,13 +226,16 @@ class TenantWindow:
 class ServiceLevels:
     """All tenants with targets, of the policy in force."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], *, on_no_token: Callable[[str], None]) -> None:
         """Watch nobody yet.
 
         Args:
             clock: The engine's.
+            on_no_token: Called with the tenant of each request that has a target of its first
+                token, which will never come.
         """
         self._clock = clock
+        self._on_no_token = on_no_token
         self._rules: Mapping[str, ServiceRule] = {}
         self._windows: dict[str, TenantWindow] = {}
 
@@ -244,7 +256,9 @@ class ServiceLevels:
         """Return where the events of a tenant's requests belong; None = it has no targets."""
         window = self._windows.get(tenant)
         if window is None and tenant in self._rules:
-            window = self._windows[tenant] = TenantWindow(self._rules[tenant])
+            window = self._windows[tenant] = TenantWindow(
+                self._rules[tenant], on_no_token=partial(self._on_no_token, tenant)
+            )
         return window
 
     def note_end(

@@ -77,7 +77,9 @@ def some_metrics() -> EngineMetrics:
 
 def scraped(metrics: EngineMetrics, stats: EngineStats | None = None, *, at: float = 0.0) -> bytes:
     """Scrape an engine that is idle, unless `stats` say otherwise."""
-    return metrics.scrape(stats or stats_of(), rates_are_alone=False, at=at).render()
+    return metrics.scrape(
+        stats or stats_of(), miss_ratios={}, rates_are_alone=False, at=at
+    ).render()
 
 
 def values(text: bytes) -> dict[tuple[str, str], float]:
@@ -277,9 +279,9 @@ def test_a_tenant_without_traffic_takes_few_lines() -> None:
 
 def test_a_scrape_shows_the_moment_in_which_it_was_taken() -> None:
     metrics = some_metrics()
-    before = metrics.scrape(stats_of(), rates_are_alone=False, at=0.0)
+    before = metrics.scrape(stats_of(), miss_ratios={}, rates_are_alone=False, at=0.0)
     metrics.count_refusal(UNKNOWN_TENANT, "shed")
-    after = metrics.scrape(stats_of(), rates_are_alone=False, at=0.0)
+    after = metrics.scrape(stats_of(), miss_ratios={}, rates_are_alone=False, at=0.0)
     assert b'reason="shed"' not in before.render()
     assert b'reason="shed"' in after.render()
 
@@ -356,15 +358,23 @@ def test_what_has_no_target_counts_against_none() -> None:
     ]
 
 
-def test_a_first_token_that_overload_denies_is_missed_and_one_over_the_own_limit_is_not() -> None:
+def test_a_first_token_that_will_never_come_is_missed() -> None:
     metrics = some_metrics()
     rule = a_keyed_tenant("acme", service=ServiceRule(ttft_seconds=1))
     metrics.use_policy(a_policy_in_force(a_snapshot(rule)))
-    for reason in ("shed", "queue_full", "tenant_queue_full", "rate_limited"):
-        metrics.count_refusal("acme", reason)
+    metrics.latencies("acme").never_began()
     shown = values(scraped(metrics))
-    assert shown["tidegate_slo_missed_total", "acme"] == 2
-    assert shown["tidegate_slo_observed_total", "acme"] == 2
+    assert shown["tidegate_slo_missed_total", "acme"] == 1
+    assert shown["tidegate_slo_observed_total", "acme"] == 1
+
+
+def test_miss_ratios_are_shown_by_tenant_and_objective() -> None:
+    ratios = {("acme", "ttft"): 0.25, ("acme", "itl"): 0.0}
+    scrape = some_metrics().scrape(stats_of(), miss_ratios=ratios, rates_are_alone=False, at=0.0)
+    lines = scrape.render().decode().splitlines()
+    for objective, value in (("ttft", 0.25), ("itl", 0.0)):
+        labels = f'objective="{objective}",pool="{POOL}",tenant="acme"'
+        assert f"tidegate_slo_miss_ratio{{{labels}}} {value}" in lines
 
 
 def test_variances_are_shown_once_there_is_something_to_tell() -> None:

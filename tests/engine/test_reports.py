@@ -15,8 +15,16 @@ from tidegate_engine.reports import Reporter
 from tidegate_engine.server.service import Service, assemble
 from tidegate_engine.state_file import StateFile
 from tidegate_engine.tasks import cancel_all
+from tidegate_policies.attainment import NEVER
 from tidegate_policies.snapshot import ServiceRule, StopPolicy
-from tidegate_policies.wire import EngineReport, TenantCounters, report_key, reports_channel
+from tidegate_policies.wire import (
+    Attainment,
+    EngineReport,
+    LatencyCounts,
+    TenantCounters,
+    report_key,
+    reports_channel,
+)
 from tidegate_testing.control import Publisher, until
 from tidegate_testing.engines import (
     StepGate,
@@ -77,6 +85,7 @@ async def a_reporting_engine(
             board=service.board,
             source=source,
             engine=service.engine,
+            levels=service.levels,
         )
         tasks = {asyncio.create_task(source.run()), asyncio.create_task(reporter.run())}
         try:
@@ -209,6 +218,29 @@ async def test_requests_dropped_for_their_time_are_reported_as_cancelled(
             )
 
         await until(ask, "a dropped request")
+
+
+async def test_who_was_only_refused_is_reported_with_its_attainment(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    service = ServiceRule(ttft_seconds=1.0, window_seconds=2.0)
+    publisher.publish(a_snapshot(a_tenant("acme", service=service), a_tenant("zeta")), 1)
+    async with a_reporting_engine(publisher, tmp_path) as engine:
+        await reported(publisher, revision=1)
+        assert tenants_of(publisher) == ()
+        for tenant in ("acme", "zeta"):
+            engine.service.note_refusal("1", tenant=tenant, reason="engine_overloaded")
+        never = LatencyCounts(target_seconds=1.0, met=0, buckets=((NEVER, 1),))
+        attainment = Attainment(requests=1, met=0, ttft=never)
+        expected = (TenantCounters(tenant="acme", attainment=attainment),)
+        await until(lambda: tenants_of(publisher) == expected, "a refusal reported")
+        await until(lambda: tenants_of(publisher) == (), "an empty window")
+
+
+def tenants_of(publisher: Publisher) -> tuple[TenantCounters, ...]:
+    report = publisher.report(POD)
+    assert report is not None
+    return report.tenants
 
 
 async def test_reports_are_announced_in_order_and_expire(

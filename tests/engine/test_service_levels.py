@@ -37,7 +37,8 @@ class Watched:
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
-        self.levels = ServiceLevels(self.clock)
+        self.never_began: list[str] = []
+        self.levels = ServiceLevels(self.clock, on_no_token=self.never_began.append)
         self.use(a_tenant("acme", service=RULE), a_tenant("plain"))
 
     def use(self, *tenants: TenantRule) -> None:
@@ -122,6 +123,7 @@ def test_who_gets_an_error_for_an_answer_has_missed(watched: Watched, cause: Can
     assert found.ttft is not None
     assert (found.requests, found.met) == (2, 0)
     assert (found.ttft.met, dict(found.ttft.buckets)[NEVER]) == (1, 1)
+    assert watched.never_began == ["acme"]
 
 
 @pytest.mark.parametrize(
@@ -168,6 +170,7 @@ def test_refusals_for_overload_have_missed_and_those_by_own_limits_do_not_count(
         )
     )
     assert watched.counts() == (3, 0)
+    assert watched.never_began == ["acme"] * 3
     assert watched.levels.miss_ratios()["acme", "ttft"] == 1.0
     assert list(watched.levels.attainments()) == ["acme"]
 
@@ -237,7 +240,7 @@ def test_a_window_holds_what_happened_in_it_and_at_most_one_part_more(
     happened: list[tuple[float, str]],
 ) -> None:
     watched = Watched()
-    window, ends, bounds = TenantWindow(RULE), [], WINDOW / SUB_WINDOWS
+    window, ends, bounds = TenantWindow(RULE, on_no_token=lambda: None), [], WINDOW / SUB_WINDOWS
     for pause, what in happened:
         watched.clock.now += pause
         now = watched.clock.now

@@ -169,7 +169,10 @@ def _add_operations(app: FastAPI, service: Service) -> None:
     async def scrape() -> Scrape:
         stats = await service.count()
         return service.metrics.scrape(
-            stats, rates_are_alone=service.rate_gate.is_alone, at=service.clock()
+            stats,
+            miss_ratios=service.levels.miss_ratios(),
+            rates_are_alone=service.rate_gate.is_alone,
+            at=service.clock(),
         )
 
     exposition = Exposition(scrape)

@@ -25,6 +25,7 @@ from tidegate_engine.server.errors import (
     from_rejection,
 )
 from tidegate_engine.server.generation import Choice, Generation
+from tidegate_engine.service_levels import ServiceLevels
 
 _EXPIRY_ERRORS: dict[ExpiryCause, Callable[[], ApiError]] = {
     ExpiryCause.QUEUE_TIMEOUT: QueueTimeoutError,
@@ -35,15 +36,19 @@ _EXPIRY_ERRORS: dict[ExpiryCause, Callable[[], ApiError]] = {
 class Generations:
     """All running generations of the engine."""
 
-    def __init__(self, *, engine: EngineLoop, metrics: EngineMetrics) -> None:
+    def __init__(
+        self, *, engine: EngineLoop, metrics: EngineMetrics, levels: ServiceLevels
+    ) -> None:
         """Start with none.
 
         Args:
             engine: Gets the requests.
             metrics: Gets the latencies.
+            levels: Gets them, too, and how requests end.
         """
         self._engine = engine
         self._metrics = metrics
+        self._levels = levels
         self._by_id: dict[str, Generation] = {}
         self._by_request: dict[str, Choice] = {}
         self._is_draining = False
@@ -93,13 +98,13 @@ class Generations:
         choice = generation.live.get(index)
         if choice is not None:
             self._engine.finish(choice.request_id)
-            self._close(choice, ended_at=choice.last_token_at)
+            self._close(choice, ended_at=choice.last_token_at, cause=None)
 
     def end(self, generation: Generation, *, cause: CancelCause) -> None:
         """Forget a generation; what still runs of it is cancelled."""
         for choice in list(generation.live.values()):
             self._engine.cancel(choice.request_id, cause)
-            self._close(choice, ended_at=None)
+            self._close(choice, ended_at=None, cause=cause)
         self._by_id.pop(generation.generation_id, None)
         if not self._by_id:
             self._idle.set()
@@ -188,7 +193,7 @@ class Generations:
         if output.token is not None:
             self._note_token(choice, now)
         if output.finish_reason is not None:
-            self._close(choice, ended_at=now)
+            self._close(choice, ended_at=now, cause=None)
         if generation.is_full and generation.live:
             error = SlowReaderError(generation.max_unread_events)
             self._abort(generation, error, CancelCause.SLOW_READER)
@@ -206,13 +211,16 @@ class Generations:
             return
         for choice in list(generation.live.values()):
             self._engine.cancel(choice.request_id, cause)
-            self._close(choice, ended_at=None)
+            self._close(choice, ended_at=None, cause=cause)
         generation.fail(error)
 
-    def _close(self, choice: Choice, *, ended_at: float | None) -> None:
+    def _close(self, choice: Choice, *, ended_at: float | None, cause: CancelCause | None) -> None:
+        """Forget a choice that is complete, or was taken out for a cause."""
         del self._by_request[choice.request_id]
         del choice.generation.live[choice.index]
         generation = choice.generation
+        has_begun = choice.last_token_at is not None
+        self._levels.note_end(generation.tenant, choice.pace, cause, has_begun=has_begun)
         if ended_at is not None:
             self._metrics.latencies(generation.tenant).ended(ended_at - generation.arrived_at)
             num_outputs = generation.num_outputs.get(choice.index, 0)
@@ -227,10 +235,17 @@ class Generations:
         num_outputs.setdefault(choice.index, 0)
 
     def _note_token(self, choice: Choice, now: float) -> None:
-        latencies = self._metrics.latencies(choice.generation.tenant)
+        tenant = choice.generation.tenant
+        latencies, window = self._metrics.latencies(tenant), self._levels.window(tenant)
         if choice.last_token_at is None:
-            latencies.first_token(now - choice.generation.arrived_at)
+            seconds = now - choice.generation.arrived_at
+            latencies.first_token(seconds)
+            if window is not None:
+                window.note_first_token(choice.pace, seconds, now)
         else:
-            latencies.next_token(now - choice.last_token_at)
+            seconds = now - choice.last_token_at
+            latencies.next_token(seconds)
+            if window is not None:
+                window.note_gap(choice.pace, seconds, now)
         choice.last_token_at = now
         choice.generation.num_outputs[choice.index] += 1

@@ -22,6 +22,7 @@ from tidegate_engine.server.identity import Identities
 from tidegate_engine.server.rate_gate import RateGate
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_engine.server.shared_call import SharedCall
+from tidegate_engine.service_levels import ServiceLevels
 
 COUNT_PATIENCE_SECONDS = 2.0
 """How long who counts waits for the step in flight; then the last count has to do."""
@@ -48,6 +49,7 @@ class Service:
     board: PolicyBoard
     decisions: DecisionRing
     metrics: EngineMetrics
+    levels: ServiceLevels
     model: ServedModel
     max_waiting: int
     max_unread_events: int
@@ -61,6 +63,7 @@ class Service:
         refused = Refused(request_id, tenant, reason, self.clock())
         self.decisions.note_refusal(refused, revision=in_force.revision if in_force else 0)
         self.metrics.count_refusal(tenant, reason)
+        self.levels.note_refusal(tenant, reason)
 
     def date_of(self, at: float) -> str:
         """Return a reading of the engine's clock as a date that people can read, in UTC."""
@@ -94,16 +97,20 @@ def assemble(
     bridge = EngineBridge(asyncio.get_running_loop())
     engine = EngineLoop(scheduler=scheduler, executor=executor, listener=bridge, clock=clock)
     metrics = EngineMetrics(pool, model=model.name, capacity=executor.capacity)
+    levels = ServiceLevels(
+        clock, on_no_token=lambda tenant: metrics.latencies(tenant).never_began()
+    )
     decisions = DecisionRing()
     service = Service(
         engine=engine,
         count=SharedCall(partial(engine_stats, engine, patience_seconds=COUNT_PATIENCE_SECONDS)),
-        generations=Generations(engine=engine, metrics=metrics),
+        generations=Generations(engine=engine, metrics=metrics, levels=levels),
         identities=Identities(),
         rate_gate=RateGate(rates),
         board=PolicyBoard(engine.apply_policy),
         decisions=decisions,
         metrics=metrics,
+        levels=levels,
         model=model,
         max_waiting=max_waiting,
         max_unread_events=max_unread_events,
@@ -111,11 +118,17 @@ def assemble(
         clock=clock,
         wall_clock=time.time,
     )
-    bridge.on_step += [metrics.observe_step, decisions.take_step, service.generations.take_step]
+    bridge.on_step += [
+        metrics.observe_step,
+        decisions.take_step,
+        levels.take_step,
+        service.generations.take_step,
+    ]
     bridge.on_policy += [metrics.observe_policy, service.board.applied]
     bridge.on_stop += [service.generations.engine_stopped, service.stopped.set]
     service.board.on_change += [
         metrics.use_policy,
+        levels.use_policy,
         service.identities.use_policy,
         service.rate_gate.use_policy,
     ]
