@@ -39,8 +39,9 @@ $(UV):
 tools: setup ## build or find etcd, the Kubernetes control plane, Helm and Redis (cached)
 	@$(BIN)/python -m tidegate_devcluster.assets
 
-generate: setup ## rewrite the generated files (crds/)
+generate: setup ## rewrite the generated files: CRDs, dashboards, docs/metrics.md
 	@$(BIN)/python -m tidegate_operator.crds crds
+	@PYTHONPATH=tools $(BIN)/python -m tidegate_observability
 
 constraints.txt: ; # resolve anew with: make constraints
 .PHONY: constraints

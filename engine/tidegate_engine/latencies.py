@@ -213,7 +213,9 @@ class Latencies:
             labels=labels,
         )
         missed = CounterMetricFamily(
-            "tidegate_slo_missed", "Of those, the ones that missed it", labels=labels
+            "tidegate_slo_missed",
+            "First tokens and times between tokens that missed their target, or that never came",
+            labels=labels,
         )
         for tenant, latencies in self._tenants.items():
             for name, objective in latencies.objectives():

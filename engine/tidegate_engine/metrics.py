@@ -19,7 +19,7 @@ from tidegate_engine.executor.base import Capacity
 from tidegate_engine.latencies import Latencies, TenantLatencies
 from tidegate_engine.picker_metrics import picker_series
 from tidegate_engine.policy_board import PolicyInForce
-from tidegate_policies.snapshot import UNKNOWN_TENANT, TenantRule
+from tidegate_policies.snapshot import UNKNOWN_TENANT, TenantRule, WatermarkRule
 
 _WATERMARK_VALUES = {"green": 0, "yellow": 1, "red": 2}
 # Shown from the start, so that a rate knows what the first one grew from.
@@ -91,6 +91,7 @@ class EngineMetrics:
         self._scheduler_seconds = 0.0
         self._refused: Counter[tuple[str, str]] = Counter()
         self._tenants: dict[str, TenantRule | None] = {UNKNOWN_TENANT: None}
+        self._watermarks = WatermarkRule()
 
     def scrape(
         self,
@@ -114,6 +115,7 @@ class EngineMetrics:
             capacity=self._capacity,
             stats=stats,
             tenants=self._tenants,
+            watermarks=self._watermarks,
             observed=self._latencies.collect(at=at),
             refused=dict(self._refused),
             miss_ratios=miss_ratios,
@@ -157,6 +159,7 @@ class EngineMetrics:
         rules = policy.snapshot.tenants
         # Another object each time: a scrape that is being written keeps its own.
         self._tenants = {**{rule.tenant: rule for rule in rules}, UNKNOWN_TENANT: None}
+        self._watermarks = policy.snapshot.watermarks
         self._latencies.declare(rules)
         for tenant, reason in [key for key in self._refused if key[0] not in self._tenants]:
             del self._refused[tenant, reason]
@@ -192,6 +195,7 @@ class _Totals(Collector):
     capacity: Capacity
     stats: EngineStats
     tenants: Mapping[str, TenantRule | None]
+    watermarks: WatermarkRule
     observed: Sequence[Metric]
     refused: Mapping[tuple[str, str], int]
     miss_ratios: Mapping[tuple[str, str], float]
@@ -217,6 +221,14 @@ class _Totals(Collector):
             "0 = green, 1 = yellow: no borrowed admission, 2 = red: borrowers are evicted",
             _WATERMARK_VALUES[engine.watermark],
         )
+        levels = GaugeMetricFamily(
+            "tidegate_kv_watermark_ratio",
+            "Share of the KV blocks at which lending stops (high) and begins again (low)",
+            labels=("pool", "level"),
+        )
+        levels.add_metric((self.pool, "low"), self.watermarks.low_percent / 100)
+        levels.add_metric((self.pool, "high"), self.watermarks.high_percent / 100)
+        yield levels
         yield self._gauge(
             "rate_limits_divided",
             "1 while Redis can't be asked: each engine has its part of every rate limit",

@@ -64,6 +64,15 @@ class Engines:
         """How many pods there are, without those that are on their way out."""
         return sum(1 for pod in self.pods if not pod.is_terminating)
 
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """Names of the ready pods that said that they can't read Redis."""
+        return tuple(
+            name
+            for name in self.ready
+            if (report := self.reports.get(name)) is not None and report.degraded
+        )
+
     def programmed(self, revision: int) -> tuple[str, ...]:
         """Return the ready pods that run `revision` or a later one."""
         return tuple(name for name in self.ready if self._runs(name, revision))
@@ -130,13 +139,8 @@ def degraded(engines: Engines, revision: int, *, is_redis_reachable: bool) -> Ve
     reason, problems = Reason.REDIS_UNREACHABLE, list[str]()
     if not is_redis_reachable:
         problems.append(_NO_REDIS)
-    cut_off = [
-        name
-        for name in engines.ready
-        if (report := engines.reports.get(name)) is not None and report.degraded
-    ]
-    if cut_off:
-        problems.append(f"running on the last policy they got: {_some(tuple(cut_off))}")
+    if cut_off := engines.degraded:
+        problems.append(f"running on the last policy they got: {_some(cut_off)}")
     if refusals := engines.refusals(revision):
         reason = reason if problems else Reason.ENGINE_REFUSED
         problems.append(_some(refusals))

@@ -132,7 +132,7 @@ class Publisher:
         self._set_storing(is_storing=True)
         self._set_refused(key, record, is_refused=False)
         if is_new:
-            self._metrics.published.inc()
+            self._metrics.published.labels(key).inc()
         self._adopt(key, record, published)
 
     def _adopt(self, key: str, record: PoolRecord, published: Published) -> None:
@@ -174,5 +174,6 @@ class Publisher:
     def _set_storing(self, *, is_storing: bool) -> None:
         if is_storing is not self._pools.is_storing:
             self._pools.is_storing = is_storing
+            self._metrics.redis_reachable.set(is_storing and self._pools.is_listening)
             for key in self._pools.records:
                 self._reporter.report(key)

@@ -86,6 +86,7 @@ class Reconciler:
     def set_listening(self, is_listening: bool) -> None:  # noqa: FBT001
         """Take in whether Redis can be reached."""
         self._pools.is_listening = self._pools.is_storing = is_listening
+        self._metrics.redis_reachable.set(is_listening)
         self._book.refresh(now=asyncio.get_running_loop().time())
         self._reporter.set_heard()
         for key in self._pools.records:
@@ -129,7 +130,7 @@ class Reconciler:
         fresh: dict[str, CompiledPool] = {}
         for key in dirty:
             if (pool := view.pools.get(key)) is not None:
-                with self._metrics.compile_seconds.time():
+                with self._metrics.compile_seconds.labels(key).time():
                     fresh[key] = compile_pool(view, pool)
                 await asyncio.sleep(0)
         self._pools.view = view

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Iterable
-from contextlib import suppress
 from datetime import UTC, datetime
 
 from tidegate_operator.cluster import ClusterView, pool_keys
@@ -167,19 +166,18 @@ class Reporter:
             ("ready", len(ready)),
             ("programmed", len(programmed)),
             ("lagging", len(ready) - len(programmed)),
+            ("degraded", len(state.engines.degraded)),
         ):
             self._metrics.engines.labels(key, name).set(count)
         record = self._pools.records[key]
         if record.changed_at is not None and state.is_published and ready == programmed and ready:
             elapsed = asyncio.get_running_loop().time() - record.changed_at
-            self._metrics.propagation_seconds.observe(elapsed)
+            self._metrics.propagation_seconds.labels(key).observe(elapsed)
             record.changed_at = None
 
     def forget(self, key: str) -> None:
         """Drop the metrics of a pool that is gone."""
-        for name in ("ready", "programmed", "lagging"):
-            with suppress(KeyError):
-                self._metrics.engines.remove(key, name)
+        self._metrics.forget(key)
 
 
 def _has_regressed(state: PoolState, record: PoolRecord) -> bool:

@@ -21,6 +21,7 @@ from tidegate_policies.snapshot import (
     PreemptionMode,
     PreemptionRule,
     ServiceRule,
+    WatermarkRule,
 )
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import (
@@ -418,6 +419,13 @@ def test_the_pools_histograms_are_finer_than_the_tenants_over_the_same_range() -
         assert len(fine) > 2.5 * len(coarse)
         assert set(coarse) < set(fine)
         assert [float(bound) for bound in fine] == sorted({float(bound) for bound in fine})
+
+
+def test_the_watermarks_in_force_are_shown() -> None:
+    policy = a_snapshot(watermarks=WatermarkRule(low_percent=60, high_percent=75))
+    with a_running_engine(policy) as engine:
+        assert engine.sample("tidegate_kv_watermark_ratio", level="low") == 0.6
+        assert engine.sample("tidegate_kv_watermark_ratio", level="high") == 0.75
 
 
 def test_what_a_tenant_holds_of_the_kv_is_shown_beside_its_nominal() -> None:

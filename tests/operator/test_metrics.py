@@ -1,6 +1,6 @@
 from prometheus_client import generate_latest
 
-from tidegate_operator.metrics import Metrics
+from tidegate_operator.metrics import ENGINE_STATES, Metrics
 
 
 def test_age_of_the_watch_is_asked_for_at_each_scrape() -> None:
@@ -11,3 +11,18 @@ def test_age_of_the_watch_is_asked_for_at_each_scrape() -> None:
     assert 'tidegate_engines{pool="team/chat",state="ready"} 2.0' in pages[0]
     assert "tidegate_watch_age_seconds 1.0" in pages[0]
     assert "tidegate_watch_age_seconds 2.5" in pages[1]
+
+
+def test_a_pool_that_is_gone_leaves_no_series() -> None:
+    metrics = Metrics()
+    for pool in ("team/chat", "team/batch"):
+        for state in ENGINE_STATES:
+            metrics.engines.labels(pool, state).set(1)
+        metrics.compile_seconds.labels(pool).observe(0.01)
+        metrics.propagation_seconds.labels(pool).observe(0.1)
+        metrics.published.labels(pool).inc()
+    metrics.forget("team/chat")
+    metrics.forget("never/there")
+    page = generate_latest(metrics.registry).decode()
+    assert "team/chat" not in page
+    assert page.count('pool="team/batch"') > len(ENGINE_STATES) + 2
