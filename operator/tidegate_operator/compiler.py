@@ -12,6 +12,7 @@ from tidegate_operator.cluster import ClusterView
 from tidegate_operator.references import (
     References,
     forbidden_tiers,
+    misplaced_tiers,
     policy_references,
     pool_references,
 )
@@ -58,7 +59,7 @@ class PolicyVerdict:
     @property
     def is_in_force(self) -> bool:
         """Whether the snapshot holds a rule for the policy."""
-        return not any(flaw.reason in OUT_OF_FORCE for flaw in self.flaws)
+        return not any(f.reason in OUT_OF_FORCE and not f.is_partial for f in self.flaws)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,10 @@ def _judge(
             remaining.append(policy)
     _judge_quotas(pool, remaining, flaws)
     _judge_keys(pool, remaining, references, flaws)
+    for policy in remaining:
+        key = policy.metadata.qualified_name
+        if misplaced := [*misplaced_tiers(view, policy, own=references[key].tier)]:
+            flaws.setdefault(key, []).extend(misplaced)
     return flaws
 
 
@@ -287,8 +292,8 @@ def _judge_reserved_shares(
 def _used_tiers(
     pool: EnginePool, references: Iterable[References], *, own: References
 ) -> list[TierRule]:
-    """Return the tiers that somebody's requests have in the pool."""
-    tiers = {found.tier.name: found.tier for found in references}
+    """Return the tiers that somebody's requests have in the pool, or may ask for."""
+    tiers = {tier.name: tier for found in references for tier in (found.tier, *found.allowed_tiers)}
     if UnknownAction(pool.spec.unknown_tenants.action) is UnknownAction.ADMIT:
         tiers[own.tier.name] = own.tier
     return list(tiers.values())
@@ -311,6 +316,7 @@ def _tenant_rules(
         yield tenant_rule(
             policy,
             tier=found.tier.name,
+            allowed_tiers=[tier.name for tier in found.allowed_tiers],
             preemption=found.preemption,
             service=found.service,
             key_digests=[digest for digest in found.key_digests if count[digest] == 1],

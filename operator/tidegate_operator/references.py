@@ -25,6 +25,7 @@ class References:
 
     Attributes:
         tier: In force; the default where none is named or the named one doesn't exist.
+        allowed_tiers: Those below it that requests may ask for, by name.
         preemption: Likewise.
         service: Likewise.
         key_digests: SHA-256 (hex) of the API keys that could be read, sorted.
@@ -32,6 +33,7 @@ class References:
     """
 
     tier: TierRule
+    allowed_tiers: tuple[TierRule, ...] = ()
     preemption: PreemptionRule = field(default_factory=PreemptionRule)
     service: ServiceRule = field(default_factory=ServiceRule)
     key_digests: tuple[str, ...] = ()
@@ -46,8 +48,10 @@ def default_tier(view: ClusterView) -> TierRule:
 def policy_references(view: ClusterView, policy: TenantPolicy) -> References:
     """Look up everything that `policy` refers to."""
     digests = (_key_digest(view, policy, ref) for ref in policy.spec.api_key_secret_refs)
+    tier = _tier_or_default(view, policy.spec.priority_tier)
     return References(
-        tier=_tier_or_default(view, policy.spec.priority_tier),
+        tier=tier,
+        allowed_tiers=tuple(t for t in _named_tiers(view, policy) if t.value < tier.value),
         preemption=_preemption(view, policy),
         service=_service(view, policy),
         key_digests=tuple(sorted({digest for digest in digests if isinstance(digest, str)})),
@@ -81,6 +85,25 @@ def forbidden_tiers(view: ClusterView, policy: TenantPolicy) -> Iterator[Flaw]:
             )
 
 
+def misplaced_tiers(view: ClusterView, policy: TenantPolicy, *, own: TierRule) -> Iterator[Flaw]:
+    """Yield a flaw for each tier that `policy` allows and that isn't below its own."""
+    for tier in _named_tiers(view, policy):
+        if tier.value >= own.value:
+            yield Flaw(
+                Reason.INVALID,
+                f"spec.allowedTiers: PriorityTier {tier.name!r} of value {tier.value} is not lower"
+                f" than the tenant's own, {own.name!r} of value {own.value}; requests can't ask for"
+                " it",
+                is_partial=True,
+            )
+
+
+def _named_tiers(view: ClusterView, policy: TenantPolicy) -> list[TierRule]:
+    """Return the tiers that `policy` allows, of those that exist, by name."""
+    names = sorted(set(policy.spec.allowed_tiers))
+    return [tier_rule(view.tiers[name]) for name in names if name in view.tiers]
+
+
 def _missing_of_policy(view: ClusterView, policy: TenantPolicy) -> Iterator[Flaw]:
     spec, namespace = policy.spec, policy.metadata.namespace
     for key in pool_keys(policy):
@@ -88,7 +111,11 @@ def _missing_of_policy(view: ClusterView, policy: TenantPolicy) -> Iterator[Flaw
             yield Flaw(Reason.POOL_NOT_FOUND, f"spec.poolRefs: there is no EnginePool {key!r}")
     yield from _missing_tier(view, "spec.priorityTier", spec.priority_tier)
     for name in spec.allowed_tiers:
-        yield from _missing_tier(view, "spec.allowedTiers", name)
+        if name not in view.tiers:
+            yield Flaw(
+                Reason.TIER_NOT_FOUND,
+                f"spec.allowedTiers: there is no PriorityTier {name!r}; requests can't ask for it",
+            )
     ppol, slo = spec.preemption_policy_ref, spec.service_level_ref
     if ppol is not None and f"{namespace}/{ppol.name}" not in view.preemption_policies:
         yield Flaw(

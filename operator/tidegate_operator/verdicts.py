@@ -74,10 +74,16 @@ OUT_OF_FORCE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """One thing that is wrong with an object, and what a person can do about it."""
+    """One thing that is wrong with an object, and what a person can do about it.
+
+    Attributes:
+        is_partial: Whether the object is in force but for the part in question, though its reason
+            is one of `OUT_OF_FORCE`.
+    """
 
     reason: Reason
     message: str
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,6 +182,66 @@ def test_missing_reference_is_named_and_the_policy_stays_in_force(
     assert compiled.snapshot.tenant_rules["team/acme"].weight == 7
 
 
+TIERS = (a_tier("gold", 10), a_tier("silver", 5), a_tier("bronze", 0, reservedSharePercent=20))
+
+
+def test_allowed_tiers_come_into_the_snapshot_though_nobody_is_in_them() -> None:
+    policy = a_tenant_policy(priorityTier="gold", allowedTiers=["silver", "bronze"])
+    compiled = compile_of(an_engine_pool(), policy, *TIERS)
+    assert compiled.snapshot.tenants[0].allowed_tiers == ("bronze", "silver")
+    assert [tier.name for tier in compiled.snapshot.tiers] == ["gold", "silver", "bronze"]
+    assert compiled.snapshot.tiers[2].reserved_share_percent == 20
+    assert compiled.verdicts["team/acme"].flaws == ()
+
+
+def test_an_allowed_tier_that_is_gone_is_left_out_and_named() -> None:
+    policy = a_tenant_policy(priorityTier="gold", allowedTiers=["gone", "bronze"])
+    compiled = compile_of(an_engine_pool(), policy, *TIERS)
+    assert compiled.snapshot.tenants[0].allowed_tiers == ("bronze",)
+    [missing] = compiled.verdicts["team/acme"].missing
+    assert (missing.reason, "'gone'" in missing.message) == ("TierNotFound", True)
+    assert "default tier" not in missing.message
+
+
+@pytest.mark.parametrize("own", ["silver", None])
+def test_an_allowed_tier_that_is_not_lower_is_left_out_and_the_rest_in_force(
+    own: str | None,
+) -> None:
+    policy = a_tenant_policy(weight=7, allowedTiers=["gold", "bronze"], priorityTier=own)
+    default = a_tier("standard", 5, globalDefault=True)
+    compiled = compile_of(an_engine_pool(), policy, default, *TIERS)
+    verdict = compiled.verdicts["team/acme"]
+    assert verdict.is_in_force
+    [flaw] = verdict.flaws
+    assert (flaw.reason, flaw.is_partial) == ("Invalid", True)
+    assert "spec.allowedTiers" in flaw.message
+    assert "'gold' of value 10" in flaw.message
+    rule = compiled.snapshot.tenants[0]
+    assert (rule.weight, rule.allowed_tiers) == (7, ("bronze",))
+    assert "gold" not in compiled.snapshot.tier_values
+
+
+def test_a_tier_that_rises_stops_being_allowed() -> None:
+    policy = a_tenant_policy(priorityTier="silver", allowedTiers=["bronze"])
+    for value, allowed in ((4, ("bronze",)), (5, ()), (6, ())):
+        compiled = compile_of(an_engine_pool(), policy, TIERS[1], a_tier("bronze", value))
+        assert compiled.snapshot.tenants[0].allowed_tiers == allowed
+
+
+def test_a_tier_that_doesnt_take_a_namespace_is_not_to_be_asked_for_either() -> None:
+    closed = a_tier(
+        "bronze",
+        0,
+        allowedNamespaces={"from": "Selector", "selector": {"matchLabels": {"env": "prod"}}},
+    )
+    policy = a_tenant_policy(priorityTier="gold", allowedTiers=["bronze"])
+    compiled = compile_of(an_engine_pool(), policy, TIERS[0], closed)
+    [flaw] = compiled.verdicts["team/acme"].flaws
+    assert flaw.reason == "NamespaceNotAllowed"
+    assert not compiled.verdicts["team/acme"].is_in_force
+    assert compiled.snapshot.tiers == ()
+
+
 def test_missing_tier_falls_back_to_the_global_default() -> None:
     default = a_tier("standard", 5, globalDefault=True)
     for policy in (a_tenant_policy(), a_tenant_policy(priorityTier="gone")):

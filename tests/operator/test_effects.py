@@ -66,6 +66,7 @@ OTHER_VALUES: dict[tuple[str, str], object] = {
     ("TenantPolicy", "spec.tenant"): "other",
     ("TenantPolicy", "spec.poolRefs"): [{"name": "other"}],
     ("TenantPolicy", "spec.priorityTier"): "absent",
+    ("TenantPolicy", "spec.allowedTiers"): [],
     ("TenantPolicy", "spec.weight"): 1,
     ("TenantPolicy", "spec.kv.nominalPercent"): 1,
     ("TenantPolicy", "spec.kv.borrowingLimitPercent"): 0,

@@ -200,14 +200,8 @@ def test_every_field_without_effect_is_named() -> None:
     assert unenforced(full_manifest("PriorityTier")) == ()
     assert unenforced(full_manifest("PreemptionPolicy")) == ()
     assert unenforced(full_manifest("ServiceLevel")) == ()
-    assert unenforced(policy_with_references()) == (
-        "spec.allowedTiers",
-        "spec.prefixCache",
-    )
-    assert unenforced(full_manifest("TenantPolicy")) == (
-        "spec.allowedTiers",
-        "spec.prefixCache",
-    )
+    assert unenforced(policy_with_references()) == ("spec.prefixCache",)
+    assert unenforced(full_manifest("TenantPolicy")) == ("spec.prefixCache",)
     assert unenforced(full_manifest("EnginePool")) == (
         "spec.workloadRef",
         "spec.replicas",
@@ -217,9 +211,9 @@ def test_every_field_without_effect_is_named() -> None:
 
 
 def test_parts_without_effect_are_named_even_when_they_are_empty() -> None:
-    manifest = changed(minimal_manifest("TenantPolicy"), {"spec.allowedTiers": [], "spec.rate": {}})
+    manifest = changed(minimal_manifest("EnginePool"), {"spec.drain": {}, "spec.kv": {}})
 
-    assert unenforced(manifest) == ("spec.allowedTiers",)
+    assert unenforced(manifest) == ("spec.drain",)
 
 
 @pytest.mark.parametrize("kind", KIND_NAMES)

@@ -77,6 +77,7 @@ def test_a_tenant_says_all_that_it_says() -> None:
     rule = tenant_rule(
         a_tenant_policy("acme", "team", **spec),
         tier="gold",
+        allowed_tiers=["bronze"],
         preemption=PREEMPTION,
         service=SERVICE,
         key_digests=["ab" * 32],
@@ -86,6 +87,7 @@ def test_a_tenant_says_all_that_it_says() -> None:
         tenant="acme/chat",
         policy="team/acme",
         tier="gold",
+        allowed_tiers=("bronze",),
         weight=300,
         kv_nominal_percent=30,
         kv_borrowing_limit_percent=20,
@@ -108,6 +110,7 @@ def test_a_tenant_that_says_nothing_has_the_defaults() -> None:
     rule = tenant_rule(
         a_tenant_policy("acme", "team"),
         tier="gold",
+        allowed_tiers=[],
         preemption=PreemptionRule(),
         service=ServiceRule(),
         key_digests=[],

@@ -204,9 +204,8 @@ class TenantPolicySpec(Model):
         LIST_SET,
         Field(
             max_length=16,
-            description="Lower tiers that a request may ask for by header; default none.",
+            description="Lower tiers that a request may ask for in x-tidegate-tier; default none.",
         ),
-        NOT_ENFORCED_YET,
     ] = ()
     weight: Annotated[
         Weight,
