@@ -3,25 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tidegate_devcluster.control_plane import ControlPlane
 from tidegate_devcluster.kubectl import Kubectl
 from tidegate_devcluster.redis_server import RedisServer
+from tidegate_testing.helm import Helm, listed
 from tidegate_testing.operator_process import OperatorSetup, a_pod, a_pool, apply, make_ready
 from tidegate_testing.reporting_engine import ReportingEngine, reporting_engine
+
+RELEASE_NAMESPACE = "tidegate"
+OPERATOR = "tidegate-operator"
+RIGHTS = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+
+
+@pytest.fixture(scope="session")
+def operator_kubeconfig(control_plane: ControlPlane, kubectl: Kubectl, helm: Helm) -> Path:
+    """Of the chart's ServiceAccount, with the rights that the chart gives it and no others."""
+    values = {"operator": {"apiKeyNamespaces": ["*"]}}
+    rendered = helm.render(values=values, namespace=RELEASE_NAMESPACE)
+    kubectl("create", "namespace", RELEASE_NAMESPACE, check=True)
+    kubectl(
+        "apply", "-f", "-", input=listed([o for o in rendered if o["kind"] in RIGHTS]), check=True
+    )
+    return control_plane.user_kubeconfig(
+        f"system:serviceaccount:{RELEASE_NAMESPACE}:{OPERATOR}",
+        ["system:serviceaccounts", f"system:serviceaccounts:{RELEASE_NAMESPACE}"],
+    )
+
+
+@pytest.fixture
+def operator_lease(kubectl: Kubectl, operator_kubeconfig: Path) -> str:  # noqa: ARG001
+    """The Lease that the chart's ServiceAccount may write; there is none yet."""
+    kubectl("delete", "lease", OPERATOR, "-n", RELEASE_NAMESPACE, "--ignore-not-found", check=True)
+    return f"{RELEASE_NAMESPACE}/{OPERATOR}"
 
 
 @pytest.fixture(scope="session")
 def operator_setup(
-    control_plane: ControlPlane,
+    operator_kubeconfig: Path,
     redis_server: RedisServer,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> OperatorSetup:
-    """How to run an operator for all namespaces."""
+    """How to run an operator for all namespaces, as the chart would."""
     return OperatorSetup(
-        kubeconfig=control_plane.kubeconfig,
+        kubeconfig=operator_kubeconfig,
         redis_url=redis_server.url,
         directory=tmp_path_factory.mktemp("operator"),
     )

@@ -29,12 +29,13 @@ HAND_OVER_SECONDS = 15.0
 
 
 @pytest.fixture
-def setup(operator_setup: OperatorSetup, namespace: str) -> OperatorSetup:
-    return replace(operator_setup, namespaces=(namespace,), lease=f"{namespace}/tidegate")
+def setup(operator_setup: OperatorSetup, operator_lease: str, namespace: str) -> OperatorSetup:
+    return replace(operator_setup, namespaces=(namespace,), lease=operator_lease)
 
 
-def holder(kubectl: Kubectl, namespace: str) -> str:
-    found = kubectl("get", "lease", "tidegate", "-n", namespace, "-o", "json")
+def holder(kubectl: Kubectl, lease: str) -> str:
+    namespace, name = lease.split("/")
+    found = kubectl("get", "lease", name, "-n", namespace, "-o", "json")
     if found.returncode != 0:
         return ""
     return str(json.loads(found.stdout)["spec"].get("holderIdentity", ""))
@@ -46,17 +47,17 @@ def test_standby_takes_over_at_once_from_one_that_stops_and_in_time_from_one_tha
     with running_operator(setup) as first:
         apply(kubectl, namespace, a_policy("acme", weight=1))
         wait_for_conditions(kubectl, "tp", "acme", namespace, Ready="Ready")
-        leader = holder(kubectl, namespace)
+        leader = holder(kubectl, setup.lease)
         with running_operator(setup) as second:
             wait_until(lambda: second.log_has("held by"))
-            assert holder(kubectl, namespace) == leader
+            assert holder(kubectl, setup.lease) == leader
             assert first.stop() == 0
             began = time.monotonic()
-            wait_until(lambda: holder(kubectl, namespace) not in {"", leader})
+            wait_until(lambda: holder(kubectl, setup.lease) not in {"", leader})
             assert time.monotonic() - began < HAND_OVER_SECONDS / 3
             apply(kubectl, namespace, a_policy("acme", weight=2))
             wait_for_conditions(kubectl, "tp", "acme", namespace, Ready="Ready")
-            revision, leader = engines[0].revision, holder(kubectl, namespace)
+            revision, leader = engines[0].revision, holder(kubectl, setup.lease)
             with running_operator(setup) as third:
                 wait_until(lambda: third.log_has("held by"))
                 second.kill()
@@ -64,40 +65,41 @@ def test_standby_takes_over_at_once_from_one_that_stops_and_in_time_from_one_tha
                 apply(kubectl, namespace, a_policy("acme", weight=3))
                 wait_for_conditions(kubectl, "tp", "acme", namespace, Ready="Ready")
                 assert time.monotonic() - began < HAND_OVER_SECONDS
-                assert holder(kubectl, namespace) != leader
+                assert holder(kubectl, setup.lease) != leader
                 assert engines[0].revision == revision + 1
                 assert engines[0].newest.tenant_rules[f"{namespace}/acme"].weight == 3
 
 
 def test_operator_whose_lease_was_taken_stops_working(
-    kubectl: Kubectl, namespace: str, setup: OperatorSetup
+    kubectl: Kubectl, setup: OperatorSetup
 ) -> None:
     with running_operator(setup) as operator:
-        wait_until(lambda: holder(kubectl, namespace) != "")
+        wait_until(lambda: holder(kubectl, setup.lease) != "")
         stolen = {"spec": {"holderIdentity": "thief"}}
+        namespace, name = setup.lease.split("/")
         kubectl(
-            *("patch", "lease", "tidegate", "-n", namespace, "--type=merge"),
+            *("patch", "lease", name, "-n", namespace, "--type=merge"),
             *("-p", json.dumps(stolen)),
             check=True,
         )
         wait_until(lambda: not operator.is_running)
         assert operator.log_has("taken by thief")
-        assert holder(kubectl, namespace) == "thief"
+        assert holder(kubectl, setup.lease) == "thief"
 
 
 async def test_two_candidates_never_both_lead(
-    kubectl: Kubectl, namespace: str, operator_setup: OperatorSetup
+    kubectl: Kubectl, operator_setup: OperatorSetup, operator_lease: str
 ) -> None:
-    lease = LeaseName(namespace, "tidegate")
+    lease = LeaseName.parse(operator_lease)
     async with KubeApi.connected(Path(operator_setup.kubeconfig)) as api:
         one, two = Election(api, lease, "one"), Election(api, lease, "two")
         await one.acquire()
         assert not await two._try_to_take()
         await one.release()
         await two.acquire()
-        assert read(kubectl, "lease", "tidegate", namespace)["spec"]["leaseTransitions"] == 1
+        assert read(kubectl, "lease", lease.name, lease.namespace)["spec"]["leaseTransitions"] == 1
         # What was released is not taken back by a late renewal.
-        one._held = read(kubectl, "lease", "tidegate", namespace)
+        one._held = read(kubectl, "lease", lease.name, lease.namespace)
         one._held["metadata"]["resourceVersion"] = "1"
         with pytest.raises(LeadershipLostError, match="taken by two"):
             await one._renew()

@@ -26,6 +26,7 @@ from tidegate_devcluster.cluster import DevCluster
 from tidegate_devcluster.control_plane import ControlPlane
 from tidegate_devcluster.kubectl import Kubectl
 from tidegate_devcluster.redis_server import RedisServer
+from tidegate_testing.helm import Helm
 
 T = TypeVar("T")
 
@@ -41,6 +42,12 @@ CRDS = Path(__file__).resolve().parents[3] / "crds"
 def assets() -> Assets:
     """The binaries of the cluster; `make tools` has prepared them."""
     return Assets.from_environment()
+
+
+@pytest.fixture(scope="session")
+def helm(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Helm:
+    """The real Helm, without a cluster."""
+    return Helm(assets.tool("helm"), tmp_path_factory.mktemp("helm"))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,197 @@
+"""What the charts render: of every set of values, taken by a real API server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tidegate_devcluster.kubectl import Kubectl
+from tidegate_testing.helm import CHART, CRD_CHART, Helm, Manifest, Values, listed, only, pod_specs
+
+pytestmark = pytest.mark.cluster
+
+# As variants of tests/charts/conftest.py; the oldest that the chart takes, and the newest.
+KUBE_VERSIONS = ("1.30.0", "1.34.3", "1.37.2")
+MONITORING = "--api-versions=monitoring.coreos.com/v1"
+
+
+def test_lint_finds_nothing(helm: Helm, values: Values) -> None:
+    helm("lint", "--strict", str(CHART), values=values)
+    helm("lint", "--strict", str(CRD_CHART))
+
+
+@pytest.mark.parametrize("version", KUBE_VERSIONS)
+def test_every_supported_kubernetes_is_rendered_the_same(
+    helm: Helm, values: Values, version: str
+) -> None:
+    newest = helm.render(values=values, options=[MONITORING])
+    assert helm.render(values=values, options=[MONITORING, f"--kube-version={version}"]) == newest
+
+
+def test_kubernetes_that_is_too_old_is_refused(helm: Helm) -> None:
+    refused = helm("template", "x", str(CHART), "--kube-version=1.29.9", check=False)
+    assert refused.returncode != 0
+    assert "kubeVersion: >=1.30.0-0" in refused.stderr
+
+
+@pytest.mark.usefixtures("crds_installed")
+def test_api_server_takes_every_object(
+    helm: Helm, kubectl: Kubectl, values: Values, namespace: str
+) -> None:
+    for name in ("team-a", "team-b"):
+        kubectl("create", "namespace", name)
+    objects = helm.render(values=values, namespace=namespace)
+    done = kubectl(
+        *("apply", "--server-side", "--dry-run=server", "-n", namespace, "-f", "-"),
+        input=listed(objects),
+        check=True,
+    )
+    assert done.stdout.count("serverside-applied") == len(objects)
+    assert "Warning" not in done.stderr
+
+
+def test_namespaces_under_restricted_pod_security_take_every_pod(
+    helm: Helm, kubectl: Kubectl, values: Values, namespace: str
+) -> None:
+    label = "pod-security.kubernetes.io/enforce=restricted"
+    kubectl("label", "namespace", namespace, label, check=True)
+    specs = pod_specs(helm.render(values=values, namespace=namespace))
+    assert specs
+    pods: list[Manifest] = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name.lower().replace("/", "-")},
+            # The runtime class doesn't exist here, which is no matter of pod security.
+            "spec": {key: value for key, value in spec.items() if key != "runtimeClassName"},
+        }
+        for name, spec in specs.items()
+    ]
+    as_is = ("create", "--dry-run=server", "-n", namespace, "-f", "-")
+    kubectl(*as_is, input=listed(pods), check=True)
+    pods[0]["spec"] = {**pods[0]["spec"], "securityContext": {}}
+    assert "violates PodSecurity" in kubectl(*as_is, input=listed(pods)).stderr
+
+
+def test_containers_run_without_any_privilege(helm: Helm, values: Values) -> None:
+    for spec in pod_specs(helm.render(values=values)).values():
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "runAsNonRoot": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_only_operator_and_credentials_job_get_a_token(helm: Helm, values: Values) -> None:
+    specs = pod_specs(helm.render(values=values))
+    with_token = {
+        name for name, spec in specs.items() if spec.get("automountServiceAccountToken", True)
+    }
+    assert {name.rpartition("-")[2] for name in with_token} <= {"operator", "credentials"}
+
+
+def test_engines_are_given_the_time_that_they_drain_for(helm: Helm) -> None:
+    values = {"enginePools": [{"name": "chat", "drainSeconds": 90, "preStopSeconds": 7}]}
+    (spec,) = (s for n, s in pod_specs(helm.render(values=values)).items() if "engine" in n)
+    (container,) = spec["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert env["TIDEGATE_DRAIN_SECONDS"] == "90"
+    assert container["lifecycle"] == {"preStop": {"sleep": {"seconds": 7}}}
+    assert spec["terminationGracePeriodSeconds"] > 90 + 7
+
+
+def test_pool_differs_from_what_holds_for_all_only_where_it_says_so(helm: Helm) -> None:
+    values = {
+        "engine": {"preStopSeconds": 9, "replicas": 4, "env": {"TIDEGATE_DTYPE": "float16"}},
+        "enginePools": [
+            {"name": "a", "preStopSeconds": 0, "replicas": None, "env": {"TIDEGATE_THREADS": 2}},
+            {"name": "b"},
+        ],
+    }
+    objects = helm.render(values=values)
+    a = only(objects, "Deployment", "tidegate-engine-a")["spec"]
+    b = only(objects, "Deployment", "tidegate-engine-b")["spec"]
+    assert "replicas" not in a
+    assert b["replicas"] == 4
+    assert "lifecycle" not in a["template"]["spec"]["containers"][0]
+    assert {"name": "TIDEGATE_THREADS", "value": "2"} in _env(a)
+    for spec in (a, b):
+        assert {"name": "TIDEGATE_DTYPE", "value": "float16"} in _env(spec)
+    assert a["selector"] != b["selector"]
+    assert only(objects, "EnginePool", "a")["spec"]["selector"] == a["selector"]
+
+
+def _env(deployment: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = deployment["template"]["spec"]["containers"][0]["env"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"operater": {}}, "additional properties 'operater' not allowed"),
+        ({"operator": {"replica": 2}}, "at '/operator': additional properties 'replica'"),
+        ({"operator": {"replicas": "two"}}, "'/operator/replicas': got string, want integer"),
+        ({"operator": {"namespaces": ["Team"]}}, "'Team' does not match pattern"),
+        ({"operator": {"image": {"digest": "abc"}}}, "'/operator/image/digest'"),
+        ({"enginePools": [{}]}, "'/enginePools/0': missing property 'name'"),
+        ({"enginePools": [{"name": "A"}]}, "'/enginePools/0/name': 'A' does not match"),
+        ({"enginePools": [{"name": "a", "spec": {"selector": {}}}]}, "'/enginePools/0/spec'"),
+        ({"engine": {"env": {"TIDEGATE_POOL": "x"}}}, "invalid propertyName 'TIDEGATE_POOL'"),
+        ({"engine": {"drainSeconds": -1}}, "'/engine/drainSeconds': minimum"),
+        ({"redis": {"enabled": False}}, "'/externalRedis/operatorUrl/secretName': minLength"),
+        ({"redis": {"maxMemory": "lots"}}, "'/redis/maxMemory'"),
+        ({"networkPolicy": {"apiServerPorts": [0]}}, "'/networkPolicy/apiServerPorts/0'"),
+        (
+            {"admissionPolicy": {"tiers": [{"name": "gold"}]}},
+            "'/admissionPolicy/tiers/0': missing property 'namespaceLabels'",
+        ),
+        (
+            {"admissionPolicy": {"tiers": [{"name": "g", "namespaceLabels": {}}]}},
+            "namespaceLabels",
+        ),
+        ({"monitoring": {"rules": {"enabled": "yes"}}}, "'/monitoring/rules/enabled'"),
+    ],
+)
+def test_wrong_value_is_refused_by_its_name(helm: Helm, values: Values, message: str) -> None:
+    refused = helm("template", "x", str(CHART), values=values, check=False)
+    assert refused.returncode != 0
+    assert message in refused.stderr
+
+
+def test_monitoring_is_rendered_only_where_asked_for_and_known(helm: Helm) -> None:
+    asked = {
+        "enginePools": [{"name": "chat"}],
+        "monitoring": {name: {"enabled": True} for name in ("monitors", "rules", "dashboards")},
+    }
+
+    def kinds(values: Values, *options: str) -> set[str]:
+        return {one["kind"] for one in helm.render(values=values, options=options)}
+
+    operators = {"ServiceMonitor", "PodMonitor", "PrometheusRule"}
+    assert kinds(asked, MONITORING) >= operators
+    assert not kinds(asked) & operators
+    assert not kinds({}, MONITORING) & {*operators, "ConfigMap"}
+    dashboards = list((CHART / "files" / "dashboards").glob("*.json"))
+    rendered = [one for one in helm.render(values=asked) if one["kind"] == "ConfigMap"]
+    assert sorted(next(iter(one["data"].values())) for one in rendered) == sorted(
+        path.read_text() for path in dashboards
+    )
+    for one in rendered:
+        assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_definitions_are_those_of_the_repository_and_survive_their_chart(helm: Helm) -> None:
+    rendered = {one["metadata"]["name"]: one for one in helm.render(CRD_CHART)}
+    files = [yaml.safe_load(path.read_text()) for path in Path(CHART.parents[1] / "crds").glob("*")]
+    assert set(rendered) == {one["metadata"]["name"] for one in files}
+    for expected in files:
+        found = rendered[expected["metadata"]["name"]]
+        assert found["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+        assert found == expected

@@ -1,0 +1,112 @@
+"""The real Helm, and what the charts render."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tidegate_devcluster.assets import Tool
+
+Manifest = dict[str, Any]
+Values = Mapping[str, Any]
+
+CHARTS = Path(__file__).resolve().parents[3] / "charts"
+CHART = CHARTS / "tidegate"
+CRD_CHART = CHARTS / "tidegate-crds"
+
+
+class Helm:
+    """Runs Helm with folders of its own; against a cluster where it is given one."""
+
+    def __init__(self, tool: Tool, home: Path, kubeconfig: Path | None = None) -> None:
+        self._tool = tool
+        self._home = home
+        self._kubeconfig = kubeconfig
+
+    def __call__(
+        self,
+        *arguments: str,
+        values: Values | None = None,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it to the end; values go in by standard input."""
+        own = [] if self._kubeconfig is None else [f"--kubeconfig={self._kubeconfig}"]
+        given = [] if values is None else ["--values=-"]
+        done = subprocess.run(
+            [str(self._tool.path), *arguments, *own, *given],
+            input=json.dumps(values or {}),
+            capture_output=True,
+            text=True,
+            check=False,
+            env=os.environ
+            | {f"HELM_{name}_HOME": str(self._home / name.lower()) for name in _FOLDERS},
+        )
+        assert not check or done.returncode == 0, done.stderr
+        return done
+
+    def render(
+        self,
+        chart: Path = CHART,
+        *,
+        values: Values | None = None,
+        release: str = "tidegate",
+        namespace: str = "tidegate",
+        options: Sequence[str] = (),
+    ) -> list[Manifest]:
+        """Return the objects that a chart renders, hooks included."""
+        done = self(
+            *("template", release, str(chart), f"--namespace={namespace}"),
+            *options,
+            values=values,
+        )
+        return [found for found in yaml.safe_load_all(done.stdout) if found]
+
+
+_FOLDERS = ("CACHE", "CONFIG", "DATA")
+
+
+def only(objects: Sequence[Manifest], kind: str, name: str) -> Manifest:
+    """Return the one object of that kind and name."""
+    (found,) = (one for one in objects if one["kind"] == kind and one["metadata"]["name"] == name)
+    return found
+
+
+def pod_specs(objects: Sequence[Manifest]) -> dict[str, Manifest]:
+    """Return the specs of all pods that the objects make, by kind and name."""
+    return {
+        f"{one['kind']}/{one['metadata']['name']}": one["spec"]["template"]["spec"]
+        for one in objects
+        if one["kind"] in {"Deployment", "Job", "StatefulSet", "DaemonSet"}
+    }
+
+
+def listed(objects: Sequence[Manifest]) -> str:
+    """Return the objects as one text for `kubectl -f -`."""
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": list(objects)})
+
+
+def acl_rules(objects: Sequence[Manifest], hashes: Mapping[str, str]) -> list[str]:
+    """Return the users of the rendered Redis, each as after `user` in Redis' configuration.
+
+    Args:
+        objects: As rendered.
+        hashes: SHA-256 of the password by user.
+    """
+    (redis,) = (spec for name, spec in pod_specs(objects).items() if name.endswith("-redis"))
+    words: list[str] = redis["containers"][0]["args"]
+    users: list[list[str]] = []
+    for word in words:
+        if word == "--user":
+            users.append([])
+        elif users:
+            users[-1].append(word)
+    rules = [" ".join(user) for user in users]
+    for user, digest in hashes.items():
+        rules = [rule.replace(f"$({user.upper()}_SHA256)", digest) for rule in rules]
+    return rules
