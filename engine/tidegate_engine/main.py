@@ -31,7 +31,7 @@ from tidegate_engine.fleet.services import ServiceExchange
 from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.parts import Parts, load_parts
 from tidegate_engine.policy_source import PolicySource, ed25519_verifier
-from tidegate_engine.reports import Reporter
+from tidegate_engine.reports import Reporter, TenantBooks
 from tidegate_engine.server.connections import listen
 from tidegate_engine.server.ports import AdminDoor, Ports
 from tidegate_engine.server.service import Service, assemble
@@ -260,7 +260,7 @@ def _tasks_in_pool(
         board=service.board,
         source=source,
         engine=service.engine,
-        levels=service.levels,
+        tenants=TenantBooks(levels=service.levels, metrics=service.metrics),
     )
     exchange = ServiceExchange(
         redis,

@@ -154,6 +154,13 @@ class EngineMetrics:
         if tenant in self._tenants:
             self._refused[tenant, reason] += 1
 
+    def shed(self) -> Mapping[str, int]:
+        """Return how many requests of each tenant were refused, for whatever reason."""
+        shed = Counter[str]()
+        for (tenant, _), count in self._refused.items():
+            shed[tenant] += count
+        return shed
+
     def use_policy(self, policy: PolicyInForce) -> None:
         """Keep series for the tenants of `policy` and `unknown` alone."""
         rules = policy.snapshot.tenants
@@ -295,6 +302,11 @@ class _Totals(Collector):
             "Service divided by weight, as fairness sees it",
             labels=("pool", "tenant"),
         )
+        kv_seconds = CounterMetricFamily(
+            "tidegate_kv_seconds",
+            "KV blocks times the seconds that they were held",
+            labels=("pool", "tenant"),
+        )
         preemptions = CounterMetricFamily(
             "tidegate_preemptions", "Preemptions", labels=("pool", "tenant", "mode", "cause")
         )
@@ -307,9 +319,10 @@ class _Totals(Collector):
             tokens.add_metric((self.pool, name, "output"), tenant.output_tokens)
             tokens.add_metric((self.pool, name, "recomputed"), tenant.recomputed_tokens)
             counters.add_metric((self.pool, name), tenant.virtual_counter)
+            kv_seconds.add_metric((self.pool, name), tenant.kv_seconds)
             for (cause, mode), count in {**_NO_PREEMPTIONS, **tenant.preemptions}.items():
                 preemptions.add_metric((self.pool, name, mode, cause), count)
-        yield from (requests, tokens, counters, preemptions)
+        yield from (requests, tokens, counters, kv_seconds, preemptions)
         cancelled = CounterMetricFamily(
             "tidegate_cancelled",
             "Requests taken out before their end",

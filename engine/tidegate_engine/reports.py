@@ -10,6 +10,7 @@ from redis.exceptions import RedisError
 from tidegate_engine.bridge import engine_stats
 from tidegate_engine.core.request import SchedulerStats, TenantStats
 from tidegate_engine.loop import EngineLoop
+from tidegate_engine.metrics import EngineMetrics
 from tidegate_engine.policy_board import PolicyBoard
 from tidegate_engine.policy_source import PolicySource
 from tidegate_engine.service_levels import ServiceLevels
@@ -30,6 +31,29 @@ PATIENCE_SECONDS = 0.5
 _log = logging.getLogger(__name__)
 
 
+class TenantBooks:
+    """What a report says of the tenants, from all who count them."""
+
+    def __init__(self, *, levels: ServiceLevels, metrics: EngineMetrics) -> None:
+        """Read along with the scheduler's numbers how tenants fare, and what was refused."""
+        self._levels = levels
+        self._metrics = metrics
+
+    def counters(self, tenants: Mapping[str, TenantStats]) -> tuple[TenantCounters, ...]:
+        """Return the counters of every tenant with work or with any total, by name.
+
+        Args:
+            tenants: As the scheduler has them; who got nothing but refusals may be unknown to it.
+        """
+        attainments, shed = self._levels.attainments(), self._metrics.shed()
+        told = {**dict.fromkeys((*attainments, *shed), TenantStats()), **tenants}
+        return tuple(
+            _counters(name, stats, shed=shed.get(name, 0), attainment=attainments.get(name))
+            for name, stats in sorted(told.items())
+            if name in attainments or name in shed or _is_worth_telling(stats)
+        )
+
+
 class Reporter:
     """Publishes this engine's reports until cancelled."""
 
@@ -43,7 +67,7 @@ class Reporter:
         board: PolicyBoard,
         source: PolicySource,
         engine: EngineLoop,
-        levels: ServiceLevels,
+        tenants: TenantBooks,
     ) -> None:
         """Listen to what is worth a report; `run` begins.
 
@@ -55,7 +79,7 @@ class Reporter:
             board: Tells the policy in force.
             source: Tells what was refused, and whether the engine is degraded.
             engine: Is counted.
-            levels: Tell how tenants fare.
+            tenants: Tell what is to be said of each.
         """
         self._pod = pod
         self._pool = pool
@@ -64,7 +88,7 @@ class Reporter:
         self._board = board
         self._source = source
         self._engine = engine
-        self._levels = levels
+        self._tenants = tenants
         self._sequence = 0
         self._is_failing = False
         self._woken = asyncio.Event()
@@ -113,17 +137,7 @@ class Reporter:
             kv_blocks=stats.kv_blocks,
             kv_used_blocks=stats.kv_used_blocks,
             host_blocks=stats.host_blocks,
-            tenants=self._tenants(stats.tenants),
-        )
-
-    def _tenants(self, tenants: Mapping[str, TenantStats]) -> tuple[TenantCounters, ...]:
-        # Who got nothing but refusals may not be known to the scheduler.
-        attainments = self._levels.attainments()
-        known = {**dict.fromkeys(attainments, TenantStats()), **tenants}
-        return tuple(
-            _counters(name, stats, attainments.get(name))
-            for name, stats in sorted(known.items())
-            if name in attainments or _is_worth_telling(stats)
+            tenants=self._tenants.counters(stats.tenants),
         )
 
     async def _publish(self, report: EngineReport) -> None:
@@ -149,7 +163,9 @@ def _is_worth_telling(stats: TenantStats) -> bool:
     return is_active or stats.service > 0 or ended > 0
 
 
-def _counters(name: str, stats: TenantStats, attainment: Attainment | None) -> TenantCounters:
+def _counters(
+    name: str, stats: TenantStats, *, shed: int, attainment: Attainment | None
+) -> TenantCounters:
     return TenantCounters(
         tenant=name,
         running=stats.running,
@@ -157,9 +173,14 @@ def _counters(name: str, stats: TenantStats, attainment: Attainment | None) -> T
         swapped=stats.swapped,
         kv_used_blocks=stats.kv_used_blocks,
         kv_borrowed_blocks=stats.kv_borrowed_blocks,
+        prompt_tokens=stats.prompt_tokens,
+        cached_tokens=stats.cached_tokens,
         output_tokens=stats.output_tokens,
+        recomputed_tokens=stats.recomputed_tokens,
+        kv_seconds=stats.kv_seconds,
         service=stats.service,
         preempted=stats.preempted,
         cancelled=stats.cancelled + stats.expired,
+        shed=shed,
         attainment=attainment,
     )

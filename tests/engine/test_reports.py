@@ -2,7 +2,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from redis.asyncio import Redis
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_engine import reports
 from tidegate_engine.policy_source import PolicySource, ed25519_verifier
-from tidegate_engine.reports import Reporter
+from tidegate_engine.reports import Reporter, TenantBooks
 from tidegate_engine.server.service import Service, assemble
 from tidegate_engine.state_file import StateFile
 from tidegate_engine.tasks import cancel_all
@@ -85,7 +85,7 @@ async def a_reporting_engine(
             board=service.board,
             source=source,
             engine=service.engine,
-            levels=service.levels,
+            tenants=TenantBooks(levels=service.levels, metrics=service.metrics),
         )
         tasks = {asyncio.create_task(source.run()), asyncio.create_task(reporter.run())}
         try:
@@ -181,7 +181,40 @@ async def test_reports_come_again_and_count_what_tenants_did(
             return () if report is None or report.running else report.tenants
 
         [tenant] = await until(ask, "counters")
-        assert tenant == TenantCounters(tenant="acme", output_tokens=3, service=4 + 2 * 3)
+        kv_seconds = tenant.kv_seconds
+        assert 0 < kv_seconds < 60
+        assert tenant == TenantCounters(
+            tenant="acme",
+            prompt_tokens=4,
+            output_tokens=3,
+            kv_seconds=kv_seconds,
+            service=4 + 2 * 3,
+        )
+
+
+async def test_all_that_was_refused_of_a_tenant_is_reported_until_the_tenant_goes(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    publisher.publish(a_snapshot(a_tenant("acme", max_prompt_tokens=4)), 1)
+    async with a_reporting_engine(publisher, tmp_path) as engine:
+        await reported(publisher, revision=1)
+        service = engine.service
+        service.note_refusal("r", tenant="acme", reason="rate_limited")
+        assert service.engine.submit(a_request("acme", prompt=5)).result() is not None
+
+        def shed() -> int | None:
+            report = publisher.report(POD)
+            return sum(counters.shed for counters in report.tenants) if report else None
+
+        await until(lambda: shed() == 2, "two refusals")
+        publisher.publish(a_snapshot(a_tenant("acme", weight=7)), 2)
+        await reported(publisher, revision=2)
+        assert shed() == 2
+        publisher.publish(a_snapshot(a_tenant("other")), 3)
+        await reported(publisher, revision=3)
+        publisher.publish(a_snapshot(a_tenant("acme")), 4)
+        await reported(publisher, revision=4)
+        assert shed() == 0
 
 
 async def test_a_tenants_blocks_above_its_nominal_are_reported_as_borrowed(
@@ -232,9 +265,10 @@ async def test_who_was_only_refused_is_reported_with_its_attainment(
             engine.service.note_refusal("1", tenant=tenant, reason="engine_overloaded")
         never = LatencyCounts(target_seconds=1.0, met=0, buckets=((NEVER, 1),))
         attainment = Attainment(requests=1, met=0, ttft=never)
-        expected = (TenantCounters(tenant="acme", attainment=attainment),)
+        acme, zeta = (TenantCounters(tenant=tenant, shed=1) for tenant in ("acme", "zeta"))
+        expected = (replace(acme, attainment=attainment), zeta)
         await until(lambda: tenants_of(publisher) == expected, "a refusal reported")
-        await until(lambda: tenants_of(publisher) == (), "an empty window")
+        await until(lambda: tenants_of(publisher) == (acme, zeta), "an empty window")
 
 
 def tenants_of(publisher: Publisher) -> tuple[TenantCounters, ...]:
