@@ -85,6 +85,7 @@ OTHER_VALUES: dict[tuple[str, str], object] = {
     **_of_service("TenantPolicy", "spec.serviceLevel"),
     ("TenantPolicy", "spec.cancelOnDisconnect"): True,
     ("TenantPolicy", "spec.apiKeySecretRefs"): [],
+    ("TenantPolicy", "spec.prefixCache"): "Private",
     ("TenantPolicy", "spec.stopPolicy"): "Drain",
     ("EnginePool", "spec.selector"): {"matchLabels": {"app": "other"}},
     ("EnginePool", "spec.batching.maxNumSeqs"): 1,

@@ -200,8 +200,8 @@ def test_every_field_without_effect_is_named() -> None:
     assert unenforced(full_manifest("PriorityTier")) == ()
     assert unenforced(full_manifest("PreemptionPolicy")) == ()
     assert unenforced(full_manifest("ServiceLevel")) == ()
-    assert unenforced(policy_with_references()) == ("spec.prefixCache",)
-    assert unenforced(full_manifest("TenantPolicy")) == ("spec.prefixCache",)
+    assert unenforced(policy_with_references()) == ()
+    assert unenforced(full_manifest("TenantPolicy")) == ()
     assert unenforced(full_manifest("EnginePool")) == (
         "spec.workloadRef",
         "spec.replicas",
@@ -222,8 +222,8 @@ def test_fields_left_out_are_not_named(kind: str) -> None:
 
 
 def test_field_set_to_its_default_is_named_and_null_is_not() -> None:
-    manifest = changed(minimal_manifest("TenantPolicy"), {"spec.prefixCache": "Private"})
-    assert unenforced(manifest) == ("spec.prefixCache",)
+    manifest = changed(minimal_manifest("EnginePool"), {"spec.drain.victim": "FewestTokens"})
+    assert unenforced(manifest) == ("spec.drain",)
 
     manifest = changed(minimal_manifest("EnginePool"), {"spec.autoscaling": None})
     assert unenforced(manifest) == ()

@@ -99,6 +99,7 @@ def test_a_tenant_says_all_that_it_says() -> None:
         max_output_tokens=1024,
         rate=RateRule(requests_per_minute=600, tokens_per_minute=100_000, burst_percent=150),
         cancel_on_disconnect=False,
+        shares_prefixes=True,
         preemption=PREEMPTION,
         service=SERVICE,
         stop=StopPolicy.HOLD,

@@ -41,7 +41,7 @@ class Accounts:
         Returns:
             The new tokens, and the requests that end with them.
         """
-        self._memory.advance(now)
+        self._memory.payers.advance(now)
         num_decodes = len(decodes)
         outputs, ended = _append_all(decodes, sampled[:num_decodes])
         rest = iter(sampled[num_decodes:])

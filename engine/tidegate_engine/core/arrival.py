@@ -3,7 +3,6 @@
 from tidegate_engine.core.books import Books
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.overload import Overload, ttft_target
-from tidegate_engine.core.prefix_cache import BlockKeys
 from tidegate_engine.core.request import Rejection, RejectionCode, Request
 from tidegate_engine.core.sampling import SamplingContext
 from tidegate_engine.core.sequence import Sequence
@@ -198,7 +197,7 @@ def new_sequence(
             num_prompt_tokens=length,
             stop_token_ids=request.stop_token_ids,
         ),
-        keys=BlockKeys(tenant.root, block_size),
+        keys=tenant.block_keys(block_size),
     )
     ttft_seconds = ttft_target(request, tenant)
     if ttft_seconds is not None:

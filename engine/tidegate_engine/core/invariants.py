@@ -39,9 +39,10 @@ def _check_kv_time(books: Books) -> None:
     known = [tenant.totals for tenant in books.tenants.own.values()]
     for totals in (books.tenants.gone, *known):
         held.absorb(totals.held)
-    clock = books.memory.clock
+    payers = books.memory.payers
+    clock = payers.clock
     counted = held.blocks, held.block_microseconds(clock.now)
-    if counted != (books.memory.pool.num_used, clock.block_microseconds):
+    if counted != (payers.num_paid, clock.block_microseconds):
         raise AssertionError(f"tenants paid for {counted}, the engine has {clock}")
 
 

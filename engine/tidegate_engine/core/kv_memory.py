@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tidegate_engine.core.block_pool import BlockPool
 from tidegate_engine.core.flights import Flight, Flights
-from tidegate_engine.core.kv_time import KvClock
+from tidegate_engine.core.payers import Payers
 from tidegate_engine.core.plan import BlockCopy, SwapCopy
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.tenants import Tenant
@@ -50,7 +50,7 @@ class KvMemory:
         self.host = BlockPool(num_blocks=num_host_blocks, block_size=block_size)
         self.ledger = KvLedger(num_blocks)
         self.gate = WatermarkGate(WatermarkRule(), num_blocks=num_blocks)
-        self.clock = KvClock()
+        self.payers = Payers(self.pool, self.ledger)
         self.copies: list[BlockCopy] = []
         self.swap_out: list[SwapCopy] = []
         self.swap_in: list[SwapCopy] = []
@@ -75,10 +75,6 @@ class KvMemory:
             }
         )
         self.gate.apply_rule(snapshot.watermarks)
-
-    def advance(self, now: float) -> None:
-        """Go on to `now`: what is taken and given back from here on is so from then on."""
-        self.clock.advance(now, num_held=self.pool.num_used)
 
     # -- levels --------------------------------------------------------------------------------
 
@@ -121,7 +117,7 @@ class KvMemory:
         room for it beside the rest.
         """
         found, _ = self._found(seq)
-        shared = self._count_held(found)
+        shared = self.payers.count_held(seq, found)
         return Need(self.pool.blocks_for(seq.num_tokens) - shared, shared)
 
     # -- running sequences -----------------------------------------------------------------------
@@ -134,9 +130,10 @@ class KvMemory:
         """
         if not self.ledger.can_take(seq.tenant.name, 1, free=self.free_for(seq)):
             return False
-        seq.block_table += self.pool.allocate(1)
+        block = self.pool.allocate(1)
+        seq.block_table += block
         seq.capacity += self.pool.block_size
-        self._charge(seq.tenant, 1)
+        self.payers.take(seq, block, taken=1)
         if seq.reserved_blocks:
             self.unreserve(seq, 1)
         return True
@@ -149,7 +146,7 @@ class KvMemory:
         """
         found, copied = self._found(seq)
         if copied is not None:
-            self._pin(seq.tenant, copied)
+            self._pin(seq, copied)
         self._take(seq, found)
         seq.computed_tokens = len(found) * self.pool.block_size
         if copied is not None:
@@ -247,7 +244,7 @@ class KvMemory:
         Returns:
             The sequence whose copy it was, alive or ended; None for a fence unknown here.
         """
-        self.advance(now)
+        self.payers.advance(now)
         flight = self.flights.end(fence, now)
         if flight is None:
             return None
@@ -263,7 +260,7 @@ class KvMemory:
 
     def begin_step(self, now: float) -> None:
         """Forget what the last plan asked to be copied."""
-        self.advance(now)
+        self.payers.advance(now)
         self.flights.now = now
         self.copies, self.swap_out, self.swap_in = [], [], []
 
@@ -338,6 +335,7 @@ class KvMemory:
             if seq.capacity != len(seq.block_table) * self.pool.block_size:
                 raise AssertionError(f"{seq.request_id} has room for {seq.capacity} tokens")
         self.flights.check_invariants()
+        self.payers.common.check_invariants()
         for flight in self.flights:
             if flight.is_out:
                 hold(flight.seq.tenant.name, flight.copy.device_blocks)
@@ -369,7 +367,7 @@ class KvMemory:
         seq.block_table = found + self.pool.allocate(missing)
         seq.capacity = len(seq.block_table) * self.pool.block_size
         seq.num_registered = len(found)
-        self._charge(seq.tenant, taken + missing)
+        self.payers.take(seq, seq.block_table, taken=taken + missing)
         self.unreserve(seq)
 
     def _found(self, seq: Sequence) -> tuple[list[int], int | None]:
@@ -387,16 +385,19 @@ class KvMemory:
         if not found or len(found) * size < seq.num_tokens:
             return found, None
         copied = found.pop()
-        total = self.pool.blocks_for(seq.num_tokens) - self._count_held(found)
-        pinned = 1 - self._count_held([copied])
+        total = self.pool.blocks_for(seq.num_tokens) - self.payers.count_held(seq, found)
+        pinned = 1 - self.payers.count_held(seq, [copied])
         has_room = self.ledger.can_take(seq.tenant.name, total + pinned, free=self.free_for(seq))
         return found, copied if has_room else None  # else that block is computed anew
 
     def _match(self, seq: Sequence, num_blocks: int) -> list[int]:
         """Return the cached blocks of a context's beginning.
 
-        Not those that only a swap-out holds: they are promised to others.
+        Not those that only a swap-out holds: they are promised to others. By other keys than those
+        of its arrival if its tenant shares its prefixes since then, or no more.
         """
+        if seq.keys.root != seq.tenant.root:
+            seq.keys = seq.tenant.block_keys(self.pool.block_size)
         found = self.pool.match(seq.keys.upto(seq.token_ids, num_blocks))
         if self.flights:
             for i, block in enumerate(found):
@@ -404,25 +405,16 @@ class KvMemory:
                     return found[:i]
         return found
 
-    def _count_held(self, blocks: Iterable[int]) -> int:
-        """Return how many of cached blocks somebody holds."""
-        return sum(1 for block in blocks if self.pool.references(block))
-
-    def _charge(self, tenant: Tenant, blocks: int) -> None:
-        self.ledger.take(tenant.name, blocks)
-        tenant.totals.held.change(blocks, self.clock.now)
-
     def _give_back(self, tenant: Tenant, blocks: Ordered[int]) -> int:
         freed = self.pool.release(blocks)
-        self.ledger.give_back(tenant.name, freed)
-        tenant.totals.held.change(-freed, self.clock.now)
+        self.payers.give_back(tenant, blocks, freed=freed)
         self._relieved[tenant.name] = None
         return freed
 
-    def _pin(self, tenant: Tenant, block: int) -> None:
+    def _pin(self, seq: Sequence, block: int) -> None:
         """Hold the source of a copy on write until the copy is done."""
-        self._charge(tenant, self.pool.share([block]))
-        self._pinned.append((tenant, block))
+        self.payers.take(seq, [block], taken=self.pool.share([block]))
+        self._pinned.append((seq.tenant, block))
 
     def _land_out(self, flight: Flight) -> None:
         freed = self._give_back(flight.seq.tenant, flight.copy.device_blocks)

@@ -189,7 +189,7 @@ class Preemptor:
             if seq.phase is Phase.RUNNING:
                 found.append(seq)
             # What several share becomes free with the last of them.
-            left[tenant] -= self._memory.pool.count_freed(seq.block_table, leaving[tenant])
+            left[tenant] -= self._memory.payers.count_let_go(seq, leaving[tenant])
         self._seen, self._found = self._running.version, found
         return found
 
@@ -247,9 +247,9 @@ class Preemptor:
         if wish.needs_slot and not any(option.frees_slot for option in victims):
             return False
         # Whoever is taken out for its slot frees blocks, too, but they are kept for its tenant.
-        released = self._count_released(option for option in victims if option.frees_blocks)
-        freed = sum(released.values())
-        ledger = memory.what_if(released)
+        leaving = [option for option in victims if option.frees_blocks]
+        freed = memory.pool.count_freed([b for o in leaving for b in o.seq.block_table])
+        ledger = memory.what_if(self._count_released(leaving))
         free = memory.free_in_time(seq) + freed
         if not ledger.can_take(seq.tenant.name, wish.blocks, free=free):
             return False
@@ -262,11 +262,13 @@ class Preemptor:
 
     def _count_released(self, victims: Iterable[_Option]) -> dict[str, int]:
         """Return the blocks that each tenant no longer holds without these requests."""
-        tables: dict[str, list[int]] = {}
-        for option in victims:
-            tables.setdefault(option.candidate.tenant, []).extend(option.seq.block_table)
-        # Blocks are shared inside a tenant only; what all victims share is freed with the last.
-        return {name: self._memory.pool.count_freed(table) for name, table in tables.items()}
+        released: Counter[str] = Counter()
+        leaving: dict[str, Counter[int]] = {}
+        for option in victims:  # what several of a tenant share is let go with the last
+            name = option.candidate.tenant
+            returned = leaving.setdefault(name, Counter())
+            released[name] += self._memory.payers.count_let_go(option.seq, returned)
+        return released
 
     def _under_pressure(self, options: Ordered[Sequence]) -> Sequence:
         by_id = {seq.request_id: seq for seq in options}

@@ -4,8 +4,9 @@ The keys and values of a token depend on every token before it, so equal tokens 
 blocks only behind equal prefixes. Chaining says just that: a block's key is the SHA-256 of the
 previous block's key and of its own tokens, the first block's that of its tenant's root key and its
 tokens. One key then stands for a whole prefix, costs the hashing of one block, and leads to no
-block of another tenant, whatever tokens are sent. SHA-256, because clients choose the tokens: who
-can make two prefixes collide would be answered from the wrong one.
+block of another tenant, whatever tokens are sent, unless both share their prefixes: then they have
+one root. SHA-256, because clients choose the tokens: who can make two prefixes collide would be
+answered from the wrong one.
 
 The block size needs no place in the key: it is one per pool, and blocks of different sizes hash
 texts of different lengths.
@@ -20,6 +21,7 @@ import struct
 from collections.abc import Sequence
 
 _ROOT = b"tidegate prefix cache of tenant "
+_COMMON_ROOT = b"tidegate prefix cache in common "
 
 
 def root_key(tenant: str) -> bytes:
@@ -31,19 +33,35 @@ def root_key(tenant: str) -> bytes:
     return hashlib.sha256(_ROOT + tenant.encode()).digest()
 
 
+def common_root_key(number: int) -> bytes:
+    """Return what the chains of all tenants that share begin with.
+
+    Args:
+        number: Of the root: with another one, nothing is found that was known before.
+    """
+    return hashlib.sha256(_COMMON_ROOT + str(number).encode()).digest()
+
+
 class BlockKeys:
     """The keys of one token sequence's full blocks, computed when first asked for.
 
     The sequence may grow between calls; tokens once given must not change.
+
+    Attributes:
+        root: What the chain begins with.
+        is_common: Whether several tenants have this root.
     """
 
-    def __init__(self, root: bytes, block_size: int) -> None:
+    def __init__(self, root: bytes, block_size: int, *, is_common: bool = False) -> None:
         """Start a chain.
 
         Args:
-            root: The `root_key` of the tenant that the tokens belong to.
+            root: Of the tenant that the tokens belong to.
             block_size: Tokens per block.
+            is_common: Whether several tenants have this root.
         """
+        self.root = root
+        self.is_common = is_common
         self._last = root
         self._block_size = block_size
         # Fixed width: no other run of token ids has the same bytes. Little-endian: the same keys on

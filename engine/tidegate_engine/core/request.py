@@ -156,7 +156,8 @@ class SchedulerStats:
         arrivals: Requests that were let in to queue: at any time the sum of those waiting, running
             and swapped, finished, cancelled and expired, over all tenants and `gone`.
         rejected: Requests that were not.
-        kv_seconds: The sum of the tenants' and that of `gone`, counted by itself.
+        kv_seconds: The sum of the tenants' and that of `gone`, counted by itself. A block that
+            several tenants share is held by each.
     """
 
     step: int

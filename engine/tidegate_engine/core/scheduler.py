@@ -169,7 +169,7 @@ class Scheduler:
             The phase it was in; None = it wasn't alive. Cancelling twice, or after the end,
             changes nothing.
         """
-        self._memory.advance(now)
+        self._memory.payers.advance(now)
         seq = self._live.get(request_id)
         if seq is None:
             return None
@@ -183,7 +183,7 @@ class Scheduler:
         Returns:
             Whether it was alive.
         """
-        self._memory.advance(now)
+        self._memory.payers.advance(now)
         seq = self._live.get(request_id)
         if seq is not None:
             self._complete(seq)

@@ -30,7 +30,7 @@ def describe(
         swap_out_blocks=memory.swapped_out_blocks,
         swap_in_blocks=memory.swapped_in_blocks,
         watermark=memory.gate.state,
-        kv_seconds=memory.clock.block_microseconds / MICROSECONDS,
+        kv_seconds=memory.payers.clock.block_microseconds / MICROSECONDS,
         gone=TenantStats(**_grown(tenants.gone, memory)),
         tenants={name: _describe_tenant(own, memory) for name, own in tenants.own.items()},
         accounts={one.account: AccountStats(one.service, one.competes) for one in tenants},
@@ -52,7 +52,7 @@ def _describe_tenant(tenant: Tenant, memory: KvMemory) -> TenantStats:
 def _grown(totals: TenantTotals, memory: KvMemory) -> dict[str, Any]:
     # Not `asdict`, which copies deeply: this is done for every tenant at every heartbeat.
     grown = {name: getattr(totals, name) for name in totals.__slots__}
-    held_for = grown.pop("held").block_microseconds(memory.clock.now)
+    held_for = grown.pop("held").block_microseconds(memory.payers.clock.now)
     return grown | {
         "kv_seconds": held_for / MICROSECONDS,
         "preemptions": dict(totals.preemptions),

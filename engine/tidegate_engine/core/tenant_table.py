@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from math import inf
 
-from tidegate_engine.core.prefix_cache import root_key
+from tidegate_engine.core.prefix_cache import common_root_key, root_key
 from tidegate_engine.core.queues import TierQueue
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.tenants import Tenant, TenantTotals
@@ -35,6 +35,8 @@ class TenantTable:
         self.tiers: dict[int, TierQueue] = {}
         self._tier_rules: dict[str, TierRule] = {}
         self._dropped: list[str] = []
+        self._sharers: set[str] = set()
+        self._num_common_roots = 0
 
     def __iter__(self) -> Iterator[Tenant]:
         """Yield every tenant, in each of its tiers."""
@@ -175,6 +177,7 @@ class TenantTable:
                 seq.tenant = merged.get(seq.tenant, seq.tenant)
         for own in [*self.own.values()]:
             self._forget_idle(own)
+        self._share_prefixes(snapshot)
         self._rebuild_tiers()
 
     def check_invariants(self) -> None:
@@ -208,6 +211,21 @@ class TenantTable:
         else:
             self._put(own, rule, tier)
         return own
+
+    def _share_prefixes(self, snapshot: PolicySnapshot) -> None:
+        """Give tenants that share their prefixes one root, and the others each its own.
+
+        With the first that shares no more the common root is another one: nobody finds what that
+        tenant has left behind, nor it what others have.
+        """
+        sharers = {rule.tenant for rule in snapshot.tenants if rule.shares_prefixes}
+        if self._sharers - sharers:
+            self._num_common_roots += 1
+        self._sharers = sharers
+        common = common_root_key(self._num_common_roots)
+        for tenant in self:
+            tenant.has_common_root = tenant.name in sharers
+            tenant.root = common if tenant.has_common_root else root_key(tenant.name)
 
     def _move_lower(self, own: Tenant) -> dict[Tenant, Tenant]:
         """Put a tenant's lower tiers under its rule, wherever their values have moved.

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tidegate_engine.core.kv_time import HeldBlocks
+from tidegate_engine.core.prefix_cache import BlockKeys
 from tidegate_engine.core.queues import RequestQueue
 from tidegate_engine.core.request import PreemptionKey
 from tidegate_policies.fairness import (
@@ -61,6 +62,7 @@ class Tenant:
         tier: Rule of the tier in force.
         counters: Where its service is counted.
         root: What its keys in the prefix cache are chained to.
+        has_common_root: Whether this is that of all tenants that share their prefixes.
         is_declared: False once the policy in force doesn't name it any more; its requests finish
             under the last rule.
         totals: Of all its tiers together.
@@ -85,6 +87,7 @@ class Tenant:
     tier: TierRule
     counters: VirtualTokenCounters
     root: bytes
+    has_common_root: bool = False
     is_declared: bool = True
     totals: TenantTotals = field(default_factory=TenantTotals)
     in_tiers: "list[Tenant]" = field(default_factory=list)
@@ -114,6 +117,7 @@ class Tenant:
             tier=tier,
             counters=self.counters,
             root=self.root,
+            has_common_root=self.has_common_root,
             totals=self.totals,
             in_tiers=self.in_tiers,
         )
@@ -122,6 +126,10 @@ class Tenant:
         """Be under these rules from now on."""
         self.rule, self.tier, self.is_declared = rule, tier, True
         self.output_price = OUTPUT_TOKEN_COST / (rule.weight or 1)
+
+    def block_keys(self, block_size: int) -> BlockKeys:
+        """Begin the keys by which the prefix cache is to know a request's blocks."""
+        return BlockKeys(self.root, block_size, is_common=self.has_common_root)
 
     @property
     def tier_value(self) -> int:

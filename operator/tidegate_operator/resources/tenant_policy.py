@@ -8,7 +8,6 @@ from pydantic import Field
 from tidegate_operator.resources.base import (
     AGE,
     LIST_SET,
-    NOT_ENFORCED_YET,
     STORED_DEFAULT,
     CelRule,
     Column,
@@ -251,9 +250,9 @@ class TenantPolicySpec(Model):
         PrefixCache,
         Field(
             description="Private never shares KV blocks with another tenant, so that timing tells "
-            "nothing; Shared does; default Private."
+            "nothing; Shared shares them with the other tenants of the pool that are Shared, and "
+            "each pays for what it holds; default Private."
         ),
-        NOT_ENFORCED_YET,
     ] = PrefixCache.PRIVATE
     api_key_secret_refs: Annotated[
         tuple[SecretKeyRef, ...],
