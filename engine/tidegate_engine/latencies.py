@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from tidegate_engine.variance import TrafficVariance
-from tidegate_policies.snapshot import UNKNOWN_TENANT, ServiceRule, TenantRule
+from tidegate_policies.rules import UNKNOWN_TENANT, ServiceRule, TenantRule
 
 # At most 8 each, the last one unbounded: every tenant has its own.
 _QUEUE_BUCKETS = (0.01, 0.05, 0.2, 1.0, 5.0, 20.0, 60.0)

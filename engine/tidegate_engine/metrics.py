@@ -19,7 +19,7 @@ from tidegate_engine.executor.base import Capacity
 from tidegate_engine.latencies import Latencies, TenantLatencies
 from tidegate_engine.picker_metrics import picker_series
 from tidegate_engine.policy_board import PolicyInForce
-from tidegate_policies.snapshot import UNKNOWN_TENANT, TenantRule, WatermarkRule
+from tidegate_policies.rules import UNKNOWN_TENANT, TenantRule, WatermarkRule
 
 _WATERMARK_VALUES = {"green": 0, "yellow": 1, "red": 2}
 # Shown from the start, so that a rate knows what the first one grew from.

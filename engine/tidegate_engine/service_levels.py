@@ -14,7 +14,7 @@ from tidegate_engine.core.request import RejectionCode
 from tidegate_engine.events import CancelCause, StepReport
 from tidegate_engine.policy_board import PolicyInForce
 from tidegate_policies.attainment import NEVER, bucket_of, num_counted
-from tidegate_policies.snapshot import ServiceRule
+from tidegate_policies.rules import ServiceRule
 from tidegate_policies.wire import Attainment, LatencyCounts
 
 SUB_WINDOWS = 20

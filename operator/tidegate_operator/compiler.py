@@ -26,14 +26,14 @@ from tidegate_operator.rules import (
     watermark_rule,
 )
 from tidegate_operator.verdicts import OUT_OF_FORCE, Flaw, Reason
-from tidegate_policies.snapshot import (
+from tidegate_policies.rules import (
     MAX_RESERVED_PERCENT,
     UNKNOWN_TENANT,
-    PolicySnapshot,
     TenantRule,
     TierRule,
     UnknownAction,
 )
+from tidegate_policies.snapshot import PolicySnapshot
 
 MAX_TENANTS = 10_000
 """Most tenants of one pool; the newest beyond are not in force."""

@@ -10,7 +10,7 @@ from tidegate_operator.cluster import ClusterView, pool_keys
 from tidegate_operator.resources import EnginePool, SecretKeyRef, TenantPolicy
 from tidegate_operator.rules import preemption_rule, service_rule, tier_rule
 from tidegate_operator.verdicts import Flaw, Reason
-from tidegate_policies.snapshot import PreemptionRule, ServiceRule, TierRule
+from tidegate_policies.rules import PreemptionRule, ServiceRule, TierRule
 
 IMPLICIT_TIER = TierRule(name="_default", value=0)
 """Tier of policies that name none while no tier is the global default.

@@ -20,7 +20,7 @@ from tidegate_operator.resources import (
     duration_seconds,
 )
 from tidegate_operator.verdicts import Flaw, Reason
-from tidegate_policies.snapshot import (
+from tidegate_policies.rules import (
     BatchingRule,
     KvEstimate,
     PreemptionMode,

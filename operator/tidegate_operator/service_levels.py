@@ -13,7 +13,7 @@ from tidegate_policies.attainment import (
     merged,
     num_counted,
 )
-from tidegate_policies.snapshot import ServiceRule
+from tidegate_policies.rules import ServiceRule
 from tidegate_policies.wire import Attainment, LatencyCounts
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tidegate_operator.verdicts import Json
-from tidegate_policies.snapshot import TenantRule
+from tidegate_policies.rules import TenantRule
 from tidegate_policies.wire import Attainment, EngineReport, TenantCounters
 
 

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 
-from tidegate_policies.snapshot import WatermarkRule
+from tidegate_policies.rules import WatermarkRule
 
 
 class Watermark(enum.StrEnum):

@@ -15,14 +15,9 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tidegate_policies.envelope import Envelope
-from tidegate_policies.problems import first_problem
-from tidegate_policies.snapshot import (
-    PolicySnapshot,
-    SnapshotError,
-    TenantRule,
-    digest_of_lines,
-    line_digest,
-)
+from tidegate_policies.problems import SnapshotError, first_problem
+from tidegate_policies.rules import TenantRule
+from tidegate_policies.snapshot import PolicySnapshot, digest_of_lines, line_digest
 
 
 class ChangeError(ValueError):

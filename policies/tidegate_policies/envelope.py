@@ -11,8 +11,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from tidegate_policies.problems import first_problem
-from tidegate_policies.snapshot import PolicySnapshot, SnapshotError, text_digest
+from tidegate_policies.problems import SnapshotError, first_problem
+from tidegate_policies.snapshot import PolicySnapshot, text_digest
 
 Sign = Callable[[bytes], str]
 """Signs a message; returns the signature as text."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from tidegate_policies.snapshot import PreemptionMode, PreemptionRule
+from tidegate_policies.rules import PreemptionMode, PreemptionRule
 
 FINISHING_TOKENS = 8
 """A decode with at most so many tokens to go isn't worth taking out."""

@@ -3,6 +3,10 @@
 from pydantic import ValidationError
 
 
+class SnapshotError(ValueError):
+    """A text is not a valid policy snapshot; the message names the field."""
+
+
 def first_problem(error: ValidationError, *, whole: str) -> str:
     """Return `field: problem` of the first thing that is wrong.
 

@@ -8,7 +8,8 @@ import pytest
 from tidegate_engine.core.request import Request
 from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.core.sequence import Phase
-from tidegate_policies.snapshot import PolicySnapshot, PreemptionMode, PreemptionRule
+from tidegate_policies.rules import PreemptionMode, PreemptionRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.devices import ON_CUDA
 from tidegate_testing.executors import BLOCK_SIZE
 from tidegate_testing.lab import GREEDY, SEEDED, Lab, a_load, some_tokens

@@ -14,13 +14,8 @@ from tidegate_engine.core.sequence import Phase
 from tidegate_engine.events import CancelCause, CancelKey
 from tidegate_engine.executor.base import Executor, ExecutorError
 from tidegate_engine.loop import EngineLoop
-from tidegate_policies.snapshot import (
-    PolicySnapshot,
-    PreemptionMode,
-    PreemptionRule,
-    ServiceRule,
-    StopPolicy,
-)
+from tidegate_policies.rules import PreemptionMode, PreemptionRule, ServiceRule, StopPolicy
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import StepGate, a_paced_executor, a_scheduler_of
 from tidegate_testing.loops import BreakingExecutor, Recorder, a_loop, wait_for_step

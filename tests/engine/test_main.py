@@ -16,7 +16,7 @@ from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.parts import Parts
 from tidegate_engine.server.connections import listen
 from tidegate_engine.settings import Settings
-from tidegate_policies.snapshot import RateRule
+from tidegate_policies.rules import RateRule
 from tidegate_testing.cluster import eventually
 from tidegate_testing.control import Publisher
 from tidegate_testing.engine_process import (

@@ -15,14 +15,14 @@ from tidegate_engine.executor.base import Capacity
 from tidegate_engine.metrics import EngineMetrics, Scrape
 from tidegate_engine.policy_board import PolicyInForce
 from tidegate_engine.server.schema import DEFAULT_COMPLETION_TOKENS
-from tidegate_policies.snapshot import (
+from tidegate_policies.rules import (
     UNKNOWN_TENANT,
-    PolicySnapshot,
     PreemptionMode,
     PreemptionRule,
     ServiceRule,
     WatermarkRule,
 )
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import (
     BLOCK_BYTES,

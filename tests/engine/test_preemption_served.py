@@ -17,13 +17,8 @@ from tidegate_engine.executor.torch_executor import TorchExecutor
 from tidegate_engine.model.loader import LoadedModel
 from tidegate_engine.model.tokenizer import Tokenizer
 from tidegate_engine.server.served_model import ServedModel
-from tidegate_policies.snapshot import (
-    KvEstimate,
-    PolicySnapshot,
-    PreemptionMode,
-    PreemptionRule,
-    WatermarkRule,
-)
+from tidegate_policies.rules import KvEstimate, PreemptionMode, PreemptionRule, WatermarkRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import (
     MODEL,

@@ -16,7 +16,7 @@ from tidegate_engine.server.service import Service, assemble
 from tidegate_engine.state_file import StateFile
 from tidegate_engine.tasks import cancel_all
 from tidegate_policies.attainment import NEVER
-from tidegate_policies.snapshot import ServiceRule, StopPolicy
+from tidegate_policies.rules import ServiceRule, StopPolicy
 from tidegate_policies.wire import (
     Attainment,
     EngineReport,

@@ -14,7 +14,7 @@ from tidegate_engine.service_levels import (
     TenantWindow,
 )
 from tidegate_policies.attainment import NEVER, num_counted
-from tidegate_policies.snapshot import ServiceRule, TenantRule
+from tidegate_policies.rules import ServiceRule, TenantRule
 from tidegate_policies.wire import Attainment
 from tidegate_testing.policies import a_snapshot, a_tenant
 

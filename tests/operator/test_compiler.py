@@ -10,13 +10,8 @@ from tidegate_operator.cluster import ClusterView
 from tidegate_operator.compiler import CompiledPool, compile_pool, tier_flaws
 from tidegate_operator.references import policy_references
 from tidegate_operator.resources import Resource, TenantPolicy, Watermarks
-from tidegate_policies.snapshot import (
-    PolicySnapshot,
-    StopPolicy,
-    TierRule,
-    UnknownTenantsRule,
-    WatermarkRule,
-)
+from tidegate_policies.rules import StopPolicy, TierRule, UnknownTenantsRule, WatermarkRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.objects import (
     a_preemption_policy,
     a_tenant_policy,

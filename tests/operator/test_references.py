@@ -5,7 +5,7 @@ import pytest
 from tidegate_operator.compiler import CompiledPool, compile_pool
 from tidegate_operator.references import References, policy_references
 from tidegate_operator.resources import PreemptionPolicy, Resource, ServiceLevel
-from tidegate_policies.snapshot import PreemptionMode, PreemptionRule, ServiceRule, TenantRule
+from tidegate_policies.rules import PreemptionMode, PreemptionRule, ServiceRule, TenantRule
 from tidegate_testing.objects import (
     a_preemption_policy,
     a_service_level,

@@ -11,7 +11,7 @@ from tidegate_operator.rules import (
     tier_rule,
     unknown_tenants_rule,
 )
-from tidegate_policies.snapshot import (
+from tidegate_policies.rules import (
     BatchingRule,
     KvEstimate,
     PreemptionMode,

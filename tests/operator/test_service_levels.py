@@ -11,7 +11,7 @@ from tidegate_operator.resources.tenant_policy_status import ServiceLevelAttainm
 from tidegate_operator.service_levels import Standing, standing
 from tidegate_operator.verdicts import Json, Reason, merge_conditions
 from tidegate_policies.attainment import bucket_of
-from tidegate_policies.snapshot import ServiceRule
+from tidegate_policies.rules import ServiceRule
 from tidegate_policies.wire import Attainment, LatencyCounts
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidegate_policies.admission import PredictedPeak, Watermark, WatermarkGate
-from tidegate_policies.snapshot import WatermarkRule
+from tidegate_policies.rules import WatermarkRule
 
 GREEN, YELLOW, RED = Watermark.GREEN, Watermark.YELLOW, Watermark.RED
 

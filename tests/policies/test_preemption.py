@@ -18,7 +18,7 @@ from tidegate_policies.preemption import (
     plan_victims,
     shield,
 )
-from tidegate_policies.snapshot import PreemptionMode, PreemptionRule
+from tidegate_policies.rules import PreemptionMode, PreemptionRule
 
 
 def candidate(name: str, **changes: Any) -> VictimCandidate:

@@ -5,14 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate_policies.snapshot import (
+from tidegate_policies.problems import SnapshotError
+from tidegate_policies.rules import (
     BatchingRule,
     KvEstimate,
-    PolicySnapshot,
     PreemptionMode,
     PreemptionRule,
     ServiceRule,
-    SnapshotError,
     StopPolicy,
     TenantRule,
     TierRule,
@@ -20,6 +19,7 @@ from tidegate_policies.snapshot import (
     UnknownTenantsRule,
     WatermarkRule,
 )
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import POOL, a_snapshot, a_tenant
 
 seconds = st.floats(0.001, 86_400) | st.integers(1, 86_400).map(float)

@@ -11,7 +11,8 @@ from tidegate_engine.core.request import Request
 from tidegate_engine.core.sequence import Phase
 from tidegate_engine.executor.step_cost import AffineCost
 from tidegate_engine.replay.log import Outcome
-from tidegate_policies.snapshot import KvEstimate, PolicySnapshot, PreemptionMode, PreemptionRule
+from tidegate_policies.rules import KvEstimate, PreemptionMode, PreemptionRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import (

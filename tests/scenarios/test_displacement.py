@@ -6,13 +6,8 @@ import pytest
 
 from tidegate_engine.core.decisions import Decision
 from tidegate_engine.core.request import Request
-from tidegate_policies.snapshot import (
-    KvEstimate,
-    PolicySnapshot,
-    PreemptionMode,
-    PreemptionRule,
-    WatermarkRule,
-)
+from tidegate_policies.rules import KvEstimate, PreemptionMode, PreemptionRule, WatermarkRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.simulation import BLOCK_SIZE, Simulation, a_simulation, output_alone
 from tidegate_testing.simulation_load import a_load, began_at, steady_cost

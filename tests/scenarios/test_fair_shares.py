@@ -10,7 +10,8 @@ from tidegate_engine.core.request import Request
 from tidegate_engine.policy_board import PolicyInForce
 from tidegate_engine.replay.driver import Arrival
 from tidegate_engine.server.identity import Identities
-from tidegate_policies.snapshot import PolicySnapshot, TierRule
+from tidegate_policies.rules import TierRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.simulation import Simulation, a_simulation
 from tidegate_testing.simulation_load import (

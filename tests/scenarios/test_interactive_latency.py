@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from tidegate_policies.snapshot import ServiceRule
+from tidegate_policies.rules import ServiceRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import Simulation, a_prompt, an_h100_with_llama_8b, quantile

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from tidegate_engine.core.request import FinishReason, Rejection, RejectionCode, Request
-from tidegate_policies.snapshot import KvEstimate, PreemptionMode, PreemptionRule
+from tidegate_policies.rules import KvEstimate, PreemptionMode, PreemptionRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import BLOCK_SIZE, Simulation, a_simulation, output_alone

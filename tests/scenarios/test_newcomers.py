@@ -12,7 +12,7 @@ import pytest
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.executor.step_cost import AffineCost
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
-from tidegate_policies.snapshot import BatchingRule, WatermarkRule
+from tidegate_policies.rules import BatchingRule, WatermarkRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import BLOCK_SIZE, Simulation, a_prompt, a_simulation

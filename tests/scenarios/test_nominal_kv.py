@@ -8,12 +8,7 @@ from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.decisions import Reason
 from tidegate_engine.core.plan import StepPlan
 from tidegate_engine.executor.step_cost import AffineCost
-from tidegate_policies.snapshot import (
-    KvEstimate,
-    PreemptionMode,
-    PreemptionRule,
-    WatermarkRule,
-)
+from tidegate_policies.rules import KvEstimate, PreemptionMode, PreemptionRule, WatermarkRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import BLOCK_SIZE, Simulation, a_prompt, a_simulation, output_alone

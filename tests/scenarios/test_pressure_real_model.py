@@ -14,7 +14,8 @@ from tidegate_engine.executor.clock import VirtualClock
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
 from tidegate_engine.model.loader import LoadedModel
-from tidegate_policies.snapshot import PolicySnapshot, PreemptionMode, PreemptionRule
+from tidegate_policies.rules import PreemptionMode, PreemptionRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.lab import GREEDY, SEEDED, Lab
 from tidegate_testing.models import one_torch_thread, smollm2
 from tidegate_testing.policies import a_tenant

@@ -12,13 +12,8 @@ from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
 from tidegate_engine.model.loader import LoadedModel
 from tidegate_engine.server.served_model import ServedModel
-from tidegate_policies.snapshot import (
-    KvEstimate,
-    PolicySnapshot,
-    PreemptionMode,
-    PreemptionRule,
-    WatermarkRule,
-)
+from tidegate_policies.rules import KvEstimate, PreemptionMode, PreemptionRule, WatermarkRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine
 from tidegate_testing.lab import TIE

@@ -7,13 +7,8 @@ import pytest
 
 from tidegate_engine.core.decisions import Reason, Verdict
 from tidegate_engine.core.request import PreemptionKey
-from tidegate_policies.snapshot import (
-    KvEstimate,
-    PolicySnapshot,
-    PreemptionMode,
-    PreemptionRule,
-    WatermarkRule,
-)
+from tidegate_policies.rules import KvEstimate, PreemptionMode, PreemptionRule, WatermarkRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import BLOCK_SIZE, Simulation, a_prompt, a_simulation

@@ -15,7 +15,8 @@ from tidegate_devcluster.redis_server import RedisServer
 from tidegate_operator.service_levels import Standing, standing
 from tidegate_operator.usage import UsageMeter
 from tidegate_operator.verdicts import Reason
-from tidegate_policies.snapshot import PolicySnapshot, ServiceRule, StopPolicy, TenantRule
+from tidegate_policies.rules import ServiceRule, StopPolicy, TenantRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_policies.wire import Attainment
 from tidegate_testing.cluster import eventually
 from tidegate_testing.control import Publisher

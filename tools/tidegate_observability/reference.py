@@ -15,7 +15,8 @@ from tidegate_engine.executor.base import Capacity
 from tidegate_engine.metrics import EngineMetrics
 from tidegate_engine.policy_board import PolicyInForce
 from tidegate_operator.metrics import Metrics
-from tidegate_policies.snapshot import PolicySnapshot, ServiceRule, TenantRule, TierRule
+from tidegate_policies.rules import ServiceRule, TenantRule, TierRule
+from tidegate_policies.snapshot import PolicySnapshot
 
 _TENANT = "teams/acme"
 _POOL = "serving/chat"

@@ -28,7 +28,8 @@ from tidegate_engine.server.connections import HttpServer, listen
 from tidegate_engine.server.service import Service, assemble
 from tidegate_engine.settings import Settings
 from tidegate_engine.start_errors import StartError
-from tidegate_policies.snapshot import BatchingRule, PolicySnapshot, TenantRule, TierRule
+from tidegate_policies.rules import BatchingRule, TenantRule, TierRule
+from tidegate_policies.snapshot import PolicySnapshot
 
 POOL = "bench/cancel"
 HOST = "127.0.0.1"

@@ -1,12 +1,7 @@
 """The policy that engines are measured under: one tenant may have everything."""
 
-from tidegate_policies.snapshot import (
-    BatchingRule,
-    PolicySnapshot,
-    TenantRule,
-    TierRule,
-    WatermarkRule,
-)
+from tidegate_policies.rules import BatchingRule, TenantRule, TierRule, WatermarkRule
+from tidegate_policies.snapshot import PolicySnapshot
 
 POOL = "bench/engine"
 BENCH_TENANT = "bench"

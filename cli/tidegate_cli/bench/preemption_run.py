@@ -28,15 +28,15 @@ from tidegate_engine.model.loader import LoadedModel, load_model
 from tidegate_engine.model.tokenizer import Tokenizer
 from tidegate_engine.replay.driver import Replay
 from tidegate_engine.settings import Settings
-from tidegate_policies.snapshot import (
+from tidegate_policies.rules import (
     KvEstimate,
-    PolicySnapshot,
     PreemptionMode,
     PreemptionRule,
     TenantRule,
     TierRule,
     WatermarkRule,
 )
+from tidegate_policies.snapshot import PolicySnapshot
 
 MODES = (PreemptionMode.SWAP, PreemptionMode.RECOMPUTE)
 

@@ -27,7 +27,8 @@ from tidegate_engine.core.plan import SampledToken, StepPlan, StepResult
 from tidegate_engine.core.request import Request
 from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.core.scheduler import Scheduler
-from tidegate_policies.snapshot import PolicySnapshot, ServiceRule, TenantRule, TierRule
+from tidegate_policies.rules import ServiceRule, TenantRule, TierRule
+from tidegate_policies.snapshot import PolicySnapshot
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 256

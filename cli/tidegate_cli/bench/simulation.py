@@ -21,7 +21,8 @@ from tidegate_engine.executor.simulated import SimulatedExecutor
 from tidegate_engine.executor.step_cost import Roofline
 from tidegate_engine.replay.driver import Arrival, Replay
 from tidegate_engine.replay.log import ReplayLog
-from tidegate_policies.snapshot import PolicySnapshot, TenantRule, TierRule, WatermarkRule
+from tidegate_policies.rules import TenantRule, TierRule, WatermarkRule
+from tidegate_policies.snapshot import PolicySnapshot
 
 STATIC, BUCKETED, CONTINUOUS = "static", "bucketed", "continuous"
 WAYS = (STATIC, BUCKETED, CONTINUOUS)

@@ -18,7 +18,7 @@ from tidegate_engine.core.queues import TierQueue
 from tidegate_engine.core.sequence import Sequence
 from tidegate_engine.core.step_time import StepFeatures
 from tidegate_engine.core.tenants import Tenant
-from tidegate_policies.snapshot import StopPolicy
+from tidegate_policies.rules import StopPolicy
 
 
 class Admission:

@@ -8,7 +8,7 @@ from tidegate_engine.core.sampling import SamplingContext
 from tidegate_engine.core.sequence import Sequence
 from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
 from tidegate_engine.core.tenants import Tenant
-from tidegate_policies.snapshot import StopPolicy
+from tidegate_policies.rules import StopPolicy
 
 RETRY_SECONDS = 1.0
 """Advice to a client that came too early or met a full queue."""

@@ -10,7 +10,7 @@ from tidegate_engine.core.lengths import LengthEstimator
 from tidegate_engine.core.sequence import Sequence
 from tidegate_policies.admission import PredictedPeak
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
-from tidegate_policies.snapshot import KvEstimate
+from tidegate_policies.rules import KvEstimate
 
 _PREDICTED_AHEAD_TOKENS = 16
 """A prediction is made anew once the request has grown by so much."""

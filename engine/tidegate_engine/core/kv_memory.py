@@ -17,7 +17,8 @@ from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.admission import Watermark, WatermarkGate
 from tidegate_policies.quota import KvLedger, KvQuota
-from tidegate_policies.snapshot import PolicySnapshot, WatermarkRule
+from tidegate_policies.rules import WatermarkRule
+from tidegate_policies.snapshot import PolicySnapshot
 
 
 class Need(NamedTuple):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tidegate_policies.snapshot import BatchingRule
+from tidegate_policies.rules import BatchingRule
 
 _Limit = TypeVar("_Limit", int, float)
 

@@ -13,7 +13,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from tidegate_engine.core.sequence import Sequence
-from tidegate_policies.snapshot import TierRule
+from tidegate_policies.rules import TierRule
 
 if TYPE_CHECKING:
     from tidegate_engine.core.tenants import Tenant

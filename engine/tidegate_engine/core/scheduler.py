@@ -41,7 +41,8 @@ from tidegate_engine.core.stats import describe
 from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
 from tidegate_engine.core.tenant_table import TenantTable
 from tidegate_engine.core.time_limits import TimeLimits
-from tidegate_policies.snapshot import PolicySnapshot, StopPolicy
+from tidegate_policies.rules import StopPolicy
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_policies.tiers import TierShares
 
 

@@ -9,13 +9,8 @@ from tidegate_engine.core.queues import TierQueue
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.tenants import Tenant, TenantTotals
 from tidegate_policies.fairness import Group, VirtualTokenCounters
-from tidegate_policies.snapshot import (
-    UNKNOWN_TENANT,
-    PolicySnapshot,
-    TenantRule,
-    TierRule,
-    UnknownAction,
-)
+from tidegate_policies.rules import UNKNOWN_TENANT, TenantRule, TierRule, UnknownAction
+from tidegate_policies.snapshot import PolicySnapshot
 
 
 class TenantTable:

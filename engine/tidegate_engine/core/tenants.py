@@ -17,7 +17,7 @@ from tidegate_policies.fairness import (
     Group,
     VirtualTokenCounters,
 )
-from tidegate_policies.snapshot import StopPolicy, TenantRule, TierRule
+from tidegate_policies.rules import StopPolicy, TenantRule, TierRule
 
 
 @dataclass(slots=True)

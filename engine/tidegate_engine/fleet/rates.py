@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from tidegate_engine.fleet.bucket import LocalBucket
 from tidegate_engine.fleet.bucket_script import BucketLimit, BucketStore
-from tidegate_policies.snapshot import PolicySnapshot, RateRule
+from tidegate_policies.rules import RateRule
+from tidegate_policies.snapshot import PolicySnapshot
 
 TOKENS, REQUESTS = "tokens", "requests"
 

@@ -52,7 +52,7 @@ from tidegate_engine.server.served_model import ServedModel
 from tidegate_engine.server.service import Service
 from tidegate_engine.server.stream import Answer, EventStream, collect, unless_disconnected
 from tidegate_engine.server.text import AnswerText
-from tidegate_policies.snapshot import UNKNOWN_TENANT, StopPolicy
+from tidegate_policies.rules import UNKNOWN_TENANT, StopPolicy
 
 _Body = TypeVar("_Body", bound=GenerationBody)
 

@@ -12,7 +12,7 @@ from tidegate_engine.server.errors import (
     NoPolicyError,
     TenantHeaderNotAllowedError,
 )
-from tidegate_policies.snapshot import UNKNOWN_TENANT, TenantRule, UnknownAction
+from tidegate_policies.rules import UNKNOWN_TENANT, TenantRule, UnknownAction
 
 TENANT_HEADER = "x-tidegate-tenant"
 """Where a trusted gateway says for whom it calls."""

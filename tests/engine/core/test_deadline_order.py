@@ -2,7 +2,8 @@
 
 import pytest
 
-from tidegate_policies.snapshot import PolicySnapshot, ServiceRule
+from tidegate_policies.rules import ServiceRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import Simulation, a_prompt, a_simulation

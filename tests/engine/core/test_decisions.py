@@ -9,7 +9,7 @@ from tidegate_engine.core.decisions import (
     Reason,
     Verdict,
 )
-from tidegate_policies.snapshot import (
+from tidegate_policies.rules import (
     BatchingRule,
     KvEstimate,
     PreemptionMode,

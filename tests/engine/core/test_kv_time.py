@@ -5,7 +5,8 @@ import pytest
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.kv_time import HeldBlocks, KvClock
 from tidegate_engine.executor.step_cost import AffineCost
-from tidegate_policies.snapshot import PolicySnapshot, PreemptionMode, PreemptionRule
+from tidegate_policies.rules import PreemptionMode, PreemptionRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import (

@@ -3,14 +3,14 @@
 import pytest
 
 from tidegate_engine.core.request import RejectionCode
-from tidegate_policies.snapshot import (
+from tidegate_policies.rules import (
     BatchingRule,
-    PolicySnapshot,
     PreemptionMode,
     PreemptionRule,
     ServiceRule,
     TierRule,
 )
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import (

@@ -1,7 +1,8 @@
 """A tenant whose requests ask for lower tiers: scheduled there, limited as one tenant."""
 
 from tidegate_engine.core.request import Rejection, RejectionCode
-from tidegate_policies.snapshot import PolicySnapshot, PreemptionRule, StopPolicy
+from tidegate_policies.rules import PreemptionRule, StopPolicy
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import Run, a_request, a_run
 

@@ -4,13 +4,8 @@ import pytest
 
 from tidegate_engine.core.plan import StepResult
 from tidegate_engine.core.request import FinishReason, RejectionCode
-from tidegate_policies.snapshot import (
-    BatchingRule,
-    PolicySnapshot,
-    UnknownAction,
-    UnknownTenantsRule,
-    WatermarkRule,
-)
+from tidegate_policies.rules import BatchingRule, UnknownAction, UnknownTenantsRule, WatermarkRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request, a_run, a_scheduler, rows_of
 

@@ -1,7 +1,7 @@
 """Who gets KV blocks, who waits for them, and who gives them back."""
 
 from tidegate_engine.core.request import FinishReason
-from tidegate_policies.snapshot import KvEstimate, PreemptionRule, WatermarkRule
+from tidegate_policies.rules import KvEstimate, PreemptionRule, WatermarkRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request, a_run
 

@@ -2,9 +2,7 @@
 
 import pytest
 
-from tidegate_policies.snapshot import (
-    WatermarkRule,
-)
+from tidegate_policies.rules import WatermarkRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request, a_run
 

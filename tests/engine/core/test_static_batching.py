@@ -9,7 +9,7 @@ from tidegate_engine.core.plan import PlanRow, SampledToken, StepPlan, StepResul
 from tidegate_engine.core.request import FinishReason, RejectionCode, TokenOutput
 from tidegate_engine.core.sequence import Phase
 from tidegate_engine.core.static_batching import StaticScheduler
-from tidegate_policies.snapshot import BatchingRule
+from tidegate_policies.rules import BatchingRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 

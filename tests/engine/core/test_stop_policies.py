@@ -3,12 +3,8 @@
 import pytest
 
 from tidegate_engine.core.request import RejectionCode
-from tidegate_policies.snapshot import (
-    PolicySnapshot,
-    PreemptionMode,
-    PreemptionRule,
-    StopPolicy,
-)
+from tidegate_policies.rules import PreemptionMode, PreemptionRule, StopPolicy
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import (

@@ -5,14 +5,14 @@ import pytest
 from tidegate_engine.core.decisions import Reason, Verdict
 from tidegate_engine.core.plan import Expiry, ExpiryCause
 from tidegate_engine.replay.log import Outcome
-from tidegate_policies.snapshot import (
+from tidegate_policies.rules import (
     KvEstimate,
-    PolicySnapshot,
     PreemptionMode,
     PreemptionRule,
     ServiceRule,
     StopPolicy,
 )
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import Simulation, a_prompt, a_simulation

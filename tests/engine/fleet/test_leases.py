@@ -13,7 +13,7 @@ from tidegate_devcluster.redis_server import RedisServer
 from tidegate_engine.fleet.bucket import LocalBucket
 from tidegate_engine.fleet.bucket_script import LEASE, BucketLimit, BucketStore, Lease
 from tidegate_engine.fleet.rates import FleetRates, Reservation, Shortage
-from tidegate_policies.snapshot import RateRule
+from tidegate_policies.rules import RateRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 
 MINUTE = 60.0

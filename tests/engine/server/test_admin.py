@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from tidegate_engine.server.admin import DEFAULT_DECISIONS, create_admin_app
-from tidegate_policies.snapshot import BatchingRule, PreemptionMode, PreemptionRule, StopPolicy
+from tidegate_policies.rules import BatchingRule, PreemptionMode, PreemptionRule, StopPolicy
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine, key_of
 from tidegate_testing.policies import a_snapshot

@@ -9,7 +9,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from tidegate_engine.server.schema import DEFAULT_COMPLETION_TOKENS
 from tidegate_engine.server.served_model import ServedModel
-from tidegate_policies.snapshot import UnknownAction, UnknownTenantsRule
+from tidegate_policies.rules import UnknownAction, UnknownTenantsRule
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import (
     MODEL,

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tidegate_policies.snapshot import PreemptionMode, PreemptionRule
+from tidegate_policies.rules import PreemptionMode, PreemptionRule
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import (
     MODEL,

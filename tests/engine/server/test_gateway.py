@@ -5,12 +5,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tidegate_policies.snapshot import (
-    UNKNOWN_TENANT,
-    PolicySnapshot,
-    UnknownAction,
-    UnknownTenantsRule,
-)
+from tidegate_policies.rules import UNKNOWN_TENANT, UnknownAction, UnknownTenantsRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine, key_of
 from tidegate_testing.policies import a_snapshot
 

@@ -3,12 +3,8 @@ import pytest
 from tidegate_engine.policy_board import PolicyInForce
 from tidegate_engine.server.errors import InvalidApiKeyError, NoPolicyError
 from tidegate_engine.server.identity import Identities
-from tidegate_policies.snapshot import (
-    UNKNOWN_TENANT,
-    PolicySnapshot,
-    UnknownAction,
-    UnknownTenantsRule,
-)
+from tidegate_policies.rules import UNKNOWN_TENANT, UnknownAction, UnknownTenantsRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.engines import a_keyed_tenant, digest_of
 from tidegate_testing.policies import a_snapshot
 

@@ -8,7 +8,8 @@ import httpx
 import openai
 import pytest
 
-from tidegate_policies.snapshot import PolicySnapshot, ServiceRule, StopPolicy
+from tidegate_policies.rules import ServiceRule, StopPolicy
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import (
     MODEL,

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tidegate_policies.snapshot import UNKNOWN_TENANT, UnknownAction, UnknownTenantsRule
+from tidegate_policies.rules import UNKNOWN_TENANT, UnknownAction, UnknownTenantsRule
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine
 from tidegate_testing.policies import a_snapshot

@@ -11,7 +11,7 @@ from redis import Redis
 
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_engine.events import CancelCause
-from tidegate_policies.snapshot import RateRule
+from tidegate_policies.rules import RateRule
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine, key_of
 from tidegate_testing.policies import POOL, a_snapshot

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from tidegate_engine.model.bytes_tokenizer import BytesDetokenizer, BytesTokenizer
-from tidegate_policies.snapshot import UNKNOWN_TENANT, UnknownAction, UnknownTenantsRule
+from tidegate_policies.rules import UNKNOWN_TENANT, UnknownAction, UnknownTenantsRule
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import (
     MODEL,

@@ -32,7 +32,8 @@ from tidegate_engine.server.connections import HttpServer, listen
 from tidegate_engine.server.generation import MAX_UNREAD_EVENTS
 from tidegate_engine.server.served_model import ServedModel, Tokenizer
 from tidegate_engine.server.service import Service, assemble
-from tidegate_policies.snapshot import PolicySnapshot, TenantRule
+from tidegate_policies.rules import TenantRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.cluster import eventually
 from tidegate_testing.policies import POOL, a_snapshot, a_tenant
 

@@ -6,16 +6,16 @@ import random
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.request import Request
 from tidegate_engine.executor.step_cost import AffineCost
-from tidegate_policies.snapshot import (
+from tidegate_policies.rules import (
     BatchingRule,
     KvEstimate,
-    PolicySnapshot,
     PreemptionMode,
     PreemptionRule,
     ServiceRule,
     TierRule,
     WatermarkRule,
 )
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import Simulation, a_prompt, a_simulation

@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping
 
-from tidegate_policies.snapshot import (
+from tidegate_policies.rules import (
     BatchingRule,
     KvEstimate,
-    PolicySnapshot,
     TenantRule,
     TierRule,
     UnknownTenantsRule,
     WatermarkRule,
 )
+from tidegate_policies.snapshot import PolicySnapshot
 
 POOL = "serving/main"
 

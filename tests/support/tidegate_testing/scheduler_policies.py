@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from tidegate_engine.core.request import Request
 from tidegate_engine.core.sampling import SamplingParams
-from tidegate_policies.snapshot import (
+from tidegate_policies.rules import (
     UNKNOWN_TENANT,
     BatchingRule,
     KvEstimate,
-    PolicySnapshot,
     PreemptionMode,
     PreemptionRule,
     ServiceRule,
@@ -23,6 +22,7 @@ from tidegate_policies.snapshot import (
     UnknownTenantsRule,
     WatermarkRule,
 )
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 
 Trait = tuple[str, str]

@@ -16,14 +16,8 @@ from tidegate_engine.executor.base import Capacity
 from tidegate_engine.executor.clock import VirtualClock
 from tidegate_engine.executor.simulated import SimulatedExecutor
 from tidegate_engine.executor.step_cost import AffineCost
-from tidegate_policies.snapshot import (
-    UNKNOWN_TENANT,
-    PolicySnapshot,
-    StopPolicy,
-    TenantRule,
-    TierRule,
-    UnknownAction,
-)
+from tidegate_policies.rules import UNKNOWN_TENANT, StopPolicy, TenantRule, TierRule, UnknownAction
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.sampling import a_context
 
 VOCAB_SIZE = 1000

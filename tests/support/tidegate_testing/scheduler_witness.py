@@ -16,7 +16,8 @@ from tidegate_engine.core.request import (
 )
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.core.sequence import Phase
-from tidegate_policies.snapshot import PolicySnapshot, StopPolicy
+from tidegate_policies.rules import StopPolicy
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.scheduler_books import Books
 from tidegate_testing.scheduler_fairness import Fairness
 from tidegate_testing.scheduler_invariants import (

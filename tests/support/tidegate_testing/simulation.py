@@ -14,7 +14,8 @@ from tidegate_engine.executor.hardware import H100_80G, LLAMA_3_1_8B, fitting_ca
 from tidegate_engine.executor.simulated import SimulatedExecutor
 from tidegate_engine.executor.step_cost import AffineCost, Roofline, StepCost
 from tidegate_engine.replay.driver import Replay
-from tidegate_policies.snapshot import KvEstimate, PolicySnapshot, TenantRule, WatermarkRule
+from tidegate_policies.rules import KvEstimate, TenantRule, WatermarkRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot
 from tidegate_testing.scheduling import VOCAB_SIZE, a_request
 
