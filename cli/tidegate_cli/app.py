@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,8 @@ from rich.console import Console
 from tidegate_cli.bench.batching import BatchingSettings, run_batching
 from tidegate_cli.bench.cancel import CancelSettings, run_cancel
 from tidegate_cli.bench.engine import EngineSettings, run_engine_bench
+from tidegate_cli.bench.isolation import IsolationSettings, run_isolation
+from tidegate_cli.bench.isolation_policy import SideName
 from tidegate_cli.bench.preemption import PreemptionSettings, run_preemption
 from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
 from tidegate_cli.bench.scheduler import SchedulerSettings, run_scheduler
@@ -165,6 +168,49 @@ def engine(  # noqa: PLR0917 - typer passes options by name
         settings = settings.quick()
     run_to_end(
         run_engine_bench(_console(), settings=settings, progress=to_stderr, json_file=json_file)
+    )
+
+
+@bench.command()
+def isolation(  # noqa: PLR0917 - typer passes options by name
+    fleet: Annotated[
+        Literal["simulated", "torch"],
+        typer.Option(help="Eight H100s in virtual time, or an engine with the real model."),
+    ] = "simulated",
+    side: Annotated[
+        list[SideName] | None,
+        typer.Option(help="How everybody is served; repeatable, all three without it."),
+    ] = None,
+    traces: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False,
+            exists=True,
+            help="Whole windows, NAME.csv.gz; without it their first thousand requests, shipped.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(file_okay=False, help="Draw gold's TTFT into this directory, PNG and SVG."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Draws who sends what, when, and to whom.")] = 1,
+    json_file: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Measure what one tenant notices of the others, under our policy and under plainer ones."""
+    settings = IsolationSettings(fleet=fleet, traces=traces, seed=seed)
+    if side:
+        settings = replace(settings, sides=tuple(dict.fromkeys(side)))
+    if quick:
+        settings = settings.quick()
+    run_to_end(
+        run_isolation(
+            _console(),
+            settings=settings,
+            progress=to_stderr,
+            json_file=json_file,
+            plot_directory=plot,
+        )
     )
 
 
