@@ -28,7 +28,9 @@ WATCH_SECONDS = 290
 WATCH_SILENCE_SECONDS = 90.0
 """The server sends a bookmark about once a minute: a stream that is silent for longer is dead."""
 
+_JSON = "application/json"
 _APPLY = "application/apply-patch+yaml"
+_METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +156,29 @@ class KubeApi:
         query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
         await self.request("PATCH", path, query=query, body=body, content_type=_APPLY)
 
+    async def apply(self, watched: Watched, manifest: Any) -> None:  # noqa: ANN401
+        """Make an object what `manifest` says of it, creating it if need be.
+
+        Raises:
+            ApiError: The API server refused.
+        """
+        metadata = manifest["metadata"]
+        path = f"{watched.path(metadata['namespace'])}/{quote(metadata['name'])}"
+        query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
+        await self.request("PATCH", path, query=query, body=manifest, content_type=_APPLY)
+
+    async def list_metadata(self, watched: Watched, namespaces: Sequence[str]) -> list[Any]:
+        """Return the metadata of all objects of a namespaced kind, without what is in them.
+
+        Raises:
+            ApiError: The API server refused.
+        """
+        found: list[Any] = []
+        for scope in namespaces or (None,):
+            path = watched.path(scope)
+            found += await self._list(path, watched.label_selector, accept=_METADATA)
+        return [item["metadata"] for item in found]
+
     async def version_of(self, watched: Watched, namespace: str | None) -> str:
         """Return the version of the collection, from which a watch can begin.
 
@@ -189,14 +214,14 @@ class KubeApi:
             async for line in stream.content:
                 yield json.loads(line)
 
-    async def _list(self, path: str, label_selector: str) -> list[Any]:
+    async def _list(self, path: str, label_selector: str, *, accept: str = _JSON) -> list[Any]:
         items: list[Any] = []
         position = ""
         while True:
             query = [("limit", str(PAGE_SIZE))]
             query += [("labelSelector", label_selector)] if label_selector else []
             query += [("continue", position)] if position else []
-            answer = await self.request("GET", path, query=query)
+            answer = await self.request("GET", path, query=query, accept=accept)
             items += answer["items"]
             position = answer["metadata"].get("continue") or ""
             if not position:
@@ -209,7 +234,8 @@ class KubeApi:
         *,
         query: Sequence[tuple[str, str]] = (),
         body: object = None,
-        content_type: str = "application/json",
+        content_type: str = _JSON,
+        accept: str = _JSON,
     ) -> Any:  # noqa: ANN401
         """Send one request and return the answer's JSON.
 
@@ -217,7 +243,9 @@ class KubeApi:
             ApiError: The API server refused.
             aiohttp.ClientError: The connection failed.
         """
-        response = await self._send(method, path, query=query, body=body, content_type=content_type)
+        response = await self._send(
+            method, path, query=query, body=body, content_type=content_type, accept=accept
+        )
         content = await response.read()
         if response.status >= 400:
             raise ApiError(response.status, f"{method} {path}", content.decode(errors="replace"))
@@ -230,14 +258,15 @@ class KubeApi:
         *,
         query: Sequence[tuple[str, str]],
         body: object = None,
-        content_type: str = "application/json",
+        content_type: str = _JSON,
+        accept: str = _JSON,
         timeout: float | aiohttp.ClientTimeout = REQUEST_TIMEOUT_SECONDS,
     ) -> Any:  # noqa: ANN401
         request = await self._client.param_serialize(
             method,
             path,
             query_params=list(query),
-            header_params={"Accept": "application/json", "Content-Type": content_type},
+            header_params={"Accept": accept, "Content-Type": content_type},
             body=body,
             auth_settings=["BearerToken"],
         )

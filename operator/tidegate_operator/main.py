@@ -16,6 +16,7 @@ import kopf
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
+from tidegate_operator.dashboards import TenantDashboards
 from tidegate_operator.delivery import Delivery
 from tidegate_operator.handlers import build_registry, build_settings
 from tidegate_operator.health import Health, serving_health
@@ -90,6 +91,12 @@ class Operator:
             on_report=self._reconciler.take_report,
             on_connection=self._reconciler.set_listening,
         )
+        self._dashboards = TenantDashboards(
+            api,
+            self._reconciler.policies_in_force,
+            namespaces=settings.namespaces,
+            interval_seconds=settings.sweep_seconds,
+        )
         metrics.watch_age_from(self._watch_age_seconds)
 
     async def run(self, health: Health) -> None:
@@ -108,6 +115,7 @@ class Operator:
             self._sweeper.run(),
             self._listener.run(),
             self._secrets.run(),
+            *([self._dashboards.run()] if self._settings.tenant_dashboards else []),
         )
         tasks = [asyncio.create_task(coroutine) for coroutine in beside]
         # kopf comes last: what is started after it, it takes for its own and waits for at the end.

@@ -7,6 +7,7 @@ acknowledgement goes straight into status.
 import asyncio
 from collections.abc import Iterable, Mapping
 
+from tidegate_operator.cluster import pool_keys
 from tidegate_operator.compiler import CompiledPool, compile_pool
 from tidegate_operator.delivery import Delivery
 from tidegate_operator.metrics import Metrics
@@ -14,6 +15,7 @@ from tidegate_operator.pools import PoolRecord, Pools
 from tidegate_operator.publisher import Publisher
 from tidegate_operator.reporter import Reporter
 from tidegate_operator.reports import ReportBook
+from tidegate_operator.resources import TenantPolicy
 from tidegate_operator.status import StatusWriter
 from tidegate_operator.usage import PoolActivity
 from tidegate_operator.watch_cache import WatchCache
@@ -98,6 +100,19 @@ class Reconciler:
         """Have every status compared with what it should be."""
         self._reporter.report_all()
         self._reporter.report_plain(self._pools.view)
+
+    def policies_in_force(self) -> list[TenantPolicy]:
+        """Return the policies that at least one pool obeys."""
+        return [
+            policy
+            for policy in self._pools.view.policies.values()
+            if any(
+                record.compiled.verdicts[policy.metadata.qualified_name].is_in_force
+                for key in pool_keys(policy)
+                if (record := self._pools.records.get(key)) is not None
+                and policy.metadata.qualified_name in record.compiled.verdicts
+            )
+        ]
 
     async def run(self) -> None:
         """Work until cancelled."""

@@ -32,6 +32,7 @@ class Settings(BaseSettings):
         sweep_seconds: How often all objects are listed, to find deletions that no watch told of.
         usage_seconds: How often usage in status may change.
         status_writes_per_second: The most writes to the API server.
+        tenant_dashboards: Whether each TenantPolicy gets a ConfigMap with a Grafana dashboard.
         log_level: Name of a level of the standard library.
     """
 
@@ -49,6 +50,7 @@ class Settings(BaseSettings):
     sweep_seconds: Annotated[float, Field(gt=0)] = 60.0
     usage_seconds: Annotated[float, Field(gt=0)] = 10.0
     status_writes_per_second: Annotated[float, Field(gt=0)] = 50.0
+    tenant_dashboards: bool = False
     log_level: str = "INFO"
 
     @field_validator("namespaces", "secret_namespaces", mode="before")

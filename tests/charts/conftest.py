@@ -71,7 +71,12 @@ EVERYTHING: dict[str, Any] = {
     },
     "monitoring": {
         "monitors": {"enabled": True, "labels": {"release": "prometheus"}},
-        "rules": {"enabled": True, "labels": {"release": "prometheus"}},
+        "rules": {
+            "enabled": True,
+            "labels": {"release": "prometheus"},
+            "runbooks": "https://runbooks.example/tidegate",
+        },
+        "tenantDashboards": {"enabled": True},
         "dashboards": {"enabled": True, "annotations": {"grafana_folder": "LLM"}},
     },
 }

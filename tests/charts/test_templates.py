@@ -45,7 +45,7 @@ def test_api_server_takes_every_object(
         kubectl("create", "namespace", name)
     objects = helm.render(values=values, namespace=namespace)
     done = kubectl(
-        *("apply", "--server-side", "--dry-run=server", "-n", namespace, "-f", "-"),
+        *("apply", "--server-side", "--dry-run=server", "-f", "-"),
         input=listed(objects),
         check=True,
     )
@@ -157,6 +157,7 @@ def _env(deployment: dict[str, Any]) -> list[dict[str, Any]]:
             "namespaceLabels",
         ),
         ({"monitoring": {"rules": {"enabled": "yes"}}}, "'/monitoring/rules/enabled'"),
+        ({"monitoring": {"rules": {"runbooks": "https://a/"}}}, "'/monitoring/rules/runbooks'"),
     ],
 )
 def test_wrong_value_is_refused_by_its_name(helm: Helm, values: Values, message: str) -> None:
@@ -185,6 +186,39 @@ def test_monitoring_is_rendered_only_where_asked_for_and_known(helm: Helm) -> No
     )
     for one in rendered:
         assert one["metadata"]["labels"]["grafana_dashboard"] == "1"
+
+
+def test_alerts_link_to_their_pages_and_keep_their_own_templates(helm: Helm) -> None:
+    values = {"monitoring": {"rules": {"enabled": True, "runbooks": "https://wiki/tidegate"}}}
+    (found,) = (
+        one
+        for one in helm.render(values=values, options=(MONITORING,))
+        if one["kind"] == "PrometheusRule"
+    )
+    alerts = [r for group in found["spec"]["groups"] for r in group["rules"] if "alert" in r]
+    assert alerts
+    for alert in alerts:
+        assert alert["annotations"]["runbook_url"].startswith("https://wiki/tidegate/tidegate-")
+    assert "$RUNBOOKS" not in str(found)
+    assert "{{ $labels.pool }}" in str(found)
+
+
+def test_tenants_dashboards_bring_the_right_to_write_them_and_what_limits_it(helm: Helm) -> None:
+    def granted(values: Values) -> list[dict[str, object]]:
+        return [
+            rule
+            for one in helm.render(values=values)
+            if one["kind"] in {"Role", "ClusterRole"}
+            for rule in one.get("rules", ())
+            if "configmaps" in rule["resources"]
+        ]
+
+    assert granted({}) == []
+    asked = {"monitoring": {"tenantDashboards": {"enabled": True}}}
+    (rule,) = granted(asked)
+    assert rule["verbs"] == ["list", "create", "patch"]
+    policies = [o for o in helm.render(values=asked) if o["kind"] == "ValidatingAdmissionPolicy"]
+    assert "tidegate-dashboard-" in str(policies)
 
 
 def test_definitions_are_those_of_the_repository_and_survive_their_chart(helm: Helm) -> None:

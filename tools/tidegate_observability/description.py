@@ -109,7 +109,7 @@ def rate(series: str, by: str) -> str:
     return f"sum by ({by}) (rate({series}[{INTERVAL}]))"
 
 
-def quantile(share: float, histogram: str, selector: str, by: str) -> str:
+def quantile(share: float, histogram: str, selector: str, by: str, *, over: str = INTERVAL) -> str:
     """Return a quantile of a histogram, by labels.
 
     Args:
@@ -117,9 +117,10 @@ def quantile(share: float, histogram: str, selector: str, by: str) -> str:
         histogram: Name without `_bucket`.
         selector: Label matchers, in braces.
         by: Labels, or nothing.
+        over: How far back.
     """
     labels = f"{by}, le" if by else "le"
-    buckets = f"rate({histogram}_bucket{selector}[{INTERVAL}])"
+    buckets = f"rate({histogram}_bucket{selector}[{over}])"
     return f"histogram_quantile({share}, sum by ({labels}) ({buckets}))"
 
 

@@ -14,6 +14,8 @@ from tidegate_observability.description import (
 )
 
 _OUTPUT = 'tidegate_tokens_total{kind="output"}'
+# Policies change rarely: over less there would mostly be nothing to show.
+_HOUR = "1h"
 _KV = 'sum by (pool) (tidegate_kv_blocks{{state=~"{states}"}})'
 
 
@@ -165,20 +167,21 @@ _CONTROL_PLANE = Section(
         ),
         Chart(
             title="Policy propagation",
-            description="From the first change seen to the last ready engine that runs it.",
+            description="From the first change seen to the last ready engine that runs it, over"
+            " the last hour.",
             unit="s",
             queries=(
-                Query(quantile(0.5, "tidegate_propagation_seconds", "", ""), "p50"),
-                Query(quantile(0.99, "tidegate_propagation_seconds", "", ""), "p99"),
+                Query(quantile(0.5, "tidegate_propagation_seconds", "", "", over=_HOUR), "p50"),
+                Query(quantile(0.99, "tidegate_propagation_seconds", "", "", over=_HOUR), "p99"),
             ),
         ),
         Chart(
             title="Compiling a pool",
-            description="Time to turn all objects of one pool into its policy.",
+            description="Time to turn all objects of one pool into its policy, over the last hour.",
             unit="s",
             queries=(
-                Query(quantile(0.5, "tidegate_compile_seconds", "", ""), "p50"),
-                Query(quantile(0.99, "tidegate_compile_seconds", "", ""), "p99"),
+                Query(quantile(0.5, "tidegate_compile_seconds", "", "", over=_HOUR), "p50"),
+                Query(quantile(0.99, "tidegate_compile_seconds", "", "", over=_HOUR), "p99"),
             ),
         ),
         Chart(

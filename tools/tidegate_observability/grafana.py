@@ -1,11 +1,13 @@
 """From the description of a page to Grafana's JSON."""
 
 import json
+from itertools import count
 
 from grafana_foundation_sdk.builders import common as common_builders
 from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.builders import stat, statetimeline, timeseries
 from grafana_foundation_sdk.builders.prometheus import Dataquery
+from grafana_foundation_sdk.cog.builder import Builder
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard
 
@@ -47,10 +49,11 @@ def _build(page: Page) -> builders.Dashboard:
     )
     for choice in page.choices:
         built.with_variable(_variable(choice))
+    ids = count(1)
     for section in page.sections:
-        built.with_row(builders.Row(section.title))
+        built.with_row(builders.Row(section.title).id(next(ids)))
         for chart in section.charts:
-            built.with_panel(_panel(chart))
+            built.with_panel(_panel(chart).id(next(ids)))
     return built
 
 
@@ -85,9 +88,19 @@ def _panel(chart: Chart) -> _Panel:
         panel.max(chart.maximum)
     if chart.steps:
         panel.thresholds(_thresholds(chart.steps))
+    legends = {query.legend for query in chart.queries}
+    links = [_link(name) for name in ("pool", "tenant") if f"{{{{{name}}}}}" in legends]
+    if links:
+        panel.data_links(links)
     for number, query in enumerate(chart.queries):
         panel.with_target(_target(query, chr(ord("A") + number)))
     return panel
+
+
+def _link(name: str) -> Builder[dashboard.DashboardLink]:
+    """Lead from a series of a pool or a tenant to its dashboard, at the same time."""
+    url = f"/d/tidegate-{name}?var-{name}=${{__field.labels.{name}}}&${{__url_time_range}}"
+    return builders.DashboardLink(f"This {name}").type(dashboard.DashboardLinkType.LINK).url(url)
 
 
 def _number() -> stat.Panel:

@@ -111,4 +111,10 @@ items: [{key: {{ .Values.externalRedis.ca.key }}, path: ca.crt}]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create, patch]
+{{- if .Values.monitoring.tenantDashboards.enabled }}
+# RBAC can't name what doesn't exist yet: a ValidatingAdmissionPolicy holds it to its own.
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [list, create, patch]
+{{- end }}
 {{- end -}}

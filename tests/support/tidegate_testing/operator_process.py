@@ -33,6 +33,8 @@ class OperatorSetup:
     namespaces: tuple[str, ...] = ()
     sweep_seconds: float = 60.0
     lease: str = ""
+    metrics_port: int | None = None
+    has_tenant_dashboards: bool = False
 
     @property
     def public_key(self) -> str:
@@ -51,7 +53,13 @@ class OperatorSetup:
             "TIDEGATE_OPERATOR_NAMESPACES": ",".join(self.namespaces),
             "TIDEGATE_OPERATOR_SWEEP_SECONDS": str(self.sweep_seconds),
             "TIDEGATE_OPERATOR_USAGE_SECONDS": "1",
+            "TIDEGATE_OPERATOR_TENANT_DASHBOARDS": str(self.has_tenant_dashboards),
             **({"TIDEGATE_OPERATOR_LEASE": self.lease} if self.lease else {}),
+            **(
+                {"TIDEGATE_OPERATOR_METRICS_PORT": str(self.metrics_port)}
+                if self.metrics_port
+                else {}
+            ),
         }
 
 
