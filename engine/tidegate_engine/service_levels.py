@@ -5,7 +5,7 @@ more, whatever the window's length, and memory depends on the tenants with traff
 this lives in the event loop.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,18 +50,29 @@ class RequestPace:
 
 @dataclass(slots=True)
 class _Latencies:
-    """Of one kind: how often each bucket was hit, and the target met."""
+    """Of one kind: how often each bucket was hit, and the target met; no bucket is at 0.
+
+    A plain dict: adding Counters builds new ones, and every report adds up all tenants.
+    """
 
     met: int = 0
-    buckets: Counter[int] = field(default_factory=Counter)
+    buckets: dict[int, int] = field(default_factory=dict)
+
+    def count(self, index: int) -> None:
+        buckets = self.buckets
+        buckets[index] = buckets.get(index, 0) + 1
 
     def add(self, other: "_Latencies") -> None:
         self.met += other.met
-        self.buckets += other.buckets
+        for index, count in other.buckets.items():
+            self.buckets[index] = self.buckets.get(index, 0) + count
 
     def subtract(self, other: "_Latencies") -> None:
         self.met -= other.met
-        self.buckets -= other.buckets  # which leaves out what becomes 0
+        for index, count in other.buckets.items():
+            self.buckets[index] -= count
+            if not self.buckets[index]:
+                del self.buckets[index]
 
 
 @dataclass(slots=True)
@@ -125,7 +136,7 @@ class TenantWindow:
         if target is None:
             return
         ttft = self._at(now).ttft
-        ttft.buckets[bucket_of(seconds)] += 1
+        ttft.count(bucket_of(seconds))
         if seconds <= target:
             ttft.met += 1
         else:
@@ -137,7 +148,7 @@ class TenantWindow:
         if target is None:
             return
         itl = self._at(now).itl
-        itl.buckets[bucket_of(seconds)] += 1
+        itl.count(bucket_of(seconds))
         pace.num_gaps += 1
         if seconds <= target:
             itl.met += 1
@@ -199,7 +210,7 @@ class TenantWindow:
         tally = self._at(now)
         tally.requests += 1
         if self._rule.ttft_seconds is not None and not has_begun:
-            tally.ttft.buckets[NEVER] += 1
+            tally.ttft.count(NEVER)
             self._on_no_token()
 
     def _is_met(self, pace: RequestPace) -> bool:
@@ -317,11 +328,10 @@ def _counts(
 ) -> LatencyCounts | None:
     if target_seconds is None:
         return None
-    return LatencyCounts(
-        target_seconds=target_seconds,
-        met=past.met + current.met,
-        buckets=tuple(sorted((past.buckets + current.buckets).items())),
-    )
+    total = _Latencies(past.met, dict(past.buckets))
+    total.add(current)
+    buckets = tuple(sorted(total.buckets.items()))
+    return LatencyCounts(target_seconds=target_seconds, met=total.met, buckets=buckets)
 
 
 def _miss_ratio(counts: LatencyCounts | None) -> float:

@@ -4,8 +4,7 @@ Per pool: one key holds the newest envelope, one channel wakes the engines when 
 per engine holds that engine's last report and expires, one channel announces reports at once.
 """
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -168,7 +167,7 @@ class EngineReport:
 
     def to_json(self) -> str:
         """Write the text that travels."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return _ADAPTER.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "EngineReport":
