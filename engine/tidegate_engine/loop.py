@@ -372,7 +372,7 @@ class EngineLoop:
 
     def _apply_policy(self, snapshot: PolicySnapshot, revision: int, handed_at: float) -> None:
         self._policy_handed_at[revision] = handed_at
-        self._scheduler.apply_policy(snapshot, revision)
+        self._scheduler.apply_policy(snapshot, revision, at=handed_at)
 
     def _count(self) -> EngineStats:
         stats = self._scheduler.stats()

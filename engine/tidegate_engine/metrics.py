@@ -307,6 +307,11 @@ class _Totals(Collector):
             "KV blocks times the seconds that they were held",
             labels=("pool", "tenant"),
         )
+        stops = GaugeMetricFamily(
+            "tidegate_stop_seconds",
+            "From the policy that stops a tenant, by Drain or Cancel, to its last KV block free",
+            labels=("pool", "tenant"),
+        )
         preemptions = CounterMetricFamily(
             "tidegate_preemptions", "Preemptions", labels=("pool", "tenant", "mode", "cause")
         )
@@ -320,9 +325,11 @@ class _Totals(Collector):
             tokens.add_metric((self.pool, name, "recomputed"), tenant.recomputed_tokens)
             counters.add_metric((self.pool, name), tenant.virtual_counter)
             kv_seconds.add_metric((self.pool, name), tenant.kv_seconds)
+            if tenant.stop_seconds is not None:
+                stops.add_metric((self.pool, name), tenant.stop_seconds)
             for (cause, mode), count in {**_NO_PREEMPTIONS, **tenant.preemptions}.items():
                 preemptions.add_metric((self.pool, name, mode, cause), count)
-        yield from (requests, tokens, counters, kv_seconds, preemptions)
+        yield from (requests, tokens, counters, kv_seconds, stops, preemptions)
         cancelled = CounterMetricFamily(
             "tidegate_cancelled",
             "Requests taken out before their end",

@@ -182,5 +182,6 @@ def _counters(
         preempted=stats.preempted,
         cancelled=stats.cancelled + stats.expired,
         shed=shed,
+        stop_seconds=stats.stop_seconds,
         attainment=attainment,
     )

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tidegate_operator.resources import duration_text
 from tidegate_operator.verdicts import Json
 from tidegate_policies.rules import TenantRule
 from tidegate_policies.wire import Attainment, EngineReport, TenantCounters
@@ -19,6 +20,8 @@ class TenantActivity:
         prompt_tokens: Computed since the engines started; as are all totals below.
         kv_seconds: KV blocks times the seconds that they were held.
         shed_in_window: Of these, those of the last sampling window.
+        stop_seconds: The longest time that an engine took from the arrival of the policy that stops
+            the tenant to its last KV block free; None while it isn't stopped, or has any left.
         attainments: Of each engine where the tenant has a service level and traffic.
     """
 
@@ -38,6 +41,7 @@ class TenantActivity:
     cancelled: int = 0
     shed: int = 0
     shed_in_window: int = 0
+    stop_seconds: float | None = None
     attainments: tuple[Attainment, ...] = ()
 
     @property
@@ -162,6 +166,7 @@ def _activity(
         preempted=sum(counters.preempted for counters in now),
         cancelled=sum(counters.cancelled for counters in now),
         shed=sum(counters.shed for counters in now),
+        stop_seconds=_longest([counters.stop_seconds for counters in now]),
         shed_in_window=sum(new.shed - old.shed for new, old in grown),
         attainments=tuple(c.attainment for c in now if c.attainment is not None),
     )
@@ -188,7 +193,9 @@ def tenant_usage(pools: Sequence[ActivityInForce]) -> Json | None:
     blocks = sum(one.pool.kv_blocks for one in pools)
     tokens = sum(activity.output_tokens_per_second for activity in activities)
     service = sum(activity.service for activity in activities)
+    stop_seconds = _longest([activity.stop_seconds for activity in activities])
     return {
+        **({} if stop_seconds is None else {"stopTime": duration_text(stop_seconds)}),
         "running": sum(activity.running for activity in activities),
         "waiting": sum(activity.waiting for activity in activities),
         "swapped": sum(activity.swapped for activity in activities),
@@ -205,6 +212,12 @@ def tenant_usage(pools: Sequence[ActivityInForce]) -> Json | None:
         "preempted": sum(activity.preempted for activity in activities),
         "cancelled": sum(activity.cancelled for activity in activities),
     }
+
+
+def _longest(seconds: Sequence[float | None]) -> float | None:
+    """Return the longest time; None unless all are known."""
+    known = [one for one in seconds if one is not None]
+    return max(known) if known and len(known) == len(seconds) else None
 
 
 def _percent(part: float, whole: float) -> int:

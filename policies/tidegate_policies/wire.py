@@ -107,6 +107,8 @@ class TenantCounters:
         kv_seconds: KV blocks times the seconds that they were held.
         cancelled: Taken out before their end, whatever the cause.
         shed: Refused at arrival, whatever the cause.
+        stop_seconds: From the arrival of the policy that stops the tenant to its last KV block
+            free; None while it isn't stopped, or has anything left.
         attainment: Against the targets of its service level; None without any, or without traffic
             in the window.
     """
@@ -126,6 +128,7 @@ class TenantCounters:
     preempted: int = 0
     cancelled: int = 0
     shed: int = 0
+    stop_seconds: float | None = None
     attainment: Attainment | None = None
 
 

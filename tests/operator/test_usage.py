@@ -1,5 +1,6 @@
-from tidegate_operator.usage import TenantActivity, UsageMeter
+from tidegate_operator.usage import ActivityInForce, TenantActivity, UsageMeter, tenant_usage
 from tidegate_policies.wire import Attainment, EngineReport, TenantCounters
+from tidegate_testing.policies import a_tenant
 
 
 def a_report(pod: str, incarnation: str = "i", **counters: object) -> EngineReport:
@@ -84,3 +85,17 @@ def test_attainments_are_those_of_now_of_every_engine() -> None:
 
 def test_tenant_whose_requests_are_all_swapped_is_not_idle() -> None:
     assert not TenantActivity(swapped=1).is_idle
+
+
+def test_a_stop_takes_as_long_as_in_the_slowest_engine_and_is_shown_when_all_are_done() -> None:
+    def stop_time(**seconds: float | None) -> object:
+        meter = UsageMeter()
+        reports = [a_report(pod, cancelled=1, stop_seconds=s) for pod, s in seconds.items()]
+        meter.sample(reports, now=0.0)
+        activity = meter.sample(reports, now=10.0)
+        assert activity is not None
+        usage = tenant_usage([ActivityInForce(activity, {"t": a_tenant("t")}, "t")])
+        return (usage or {}).get("stopTime")
+
+    assert stop_time(a=0.0421, b=0.005) == "43ms"
+    assert stop_time(a=0.0421, b=None) is None

@@ -108,6 +108,8 @@ class TenantStats:
         service: Charged service, in cost units.
         virtual_counter: Service divided by weight, lifted when the tenant (re)joined.
         expired: Requests dropped for a time limit.
+        stop_seconds: From the arrival of the policy that stops the tenant to its last KV block
+            free; None while it isn't stopped, or has anything left.
         preemptions: By cause and mode; `preempted` is their sum.
     """
 
@@ -127,6 +129,7 @@ class TenantStats:
     cancelled: int = 0
     expired: int = 0
     finished: int = 0
+    stop_seconds: float | None = None
     preemptions: Mapping[PreemptionKey, int] = field(default_factory=dict)
 
 

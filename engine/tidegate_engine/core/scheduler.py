@@ -13,6 +13,7 @@ cancel contains the request.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import inf
 
 from tidegate_engine.core.accounts import Accounts
 from tidegate_engine.core.admission import Admission
@@ -39,9 +40,9 @@ from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.stats import describe
 from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
+from tidegate_engine.core.stops import Stops
 from tidegate_engine.core.tenant_table import TenantTable
 from tidegate_engine.core.time_limits import TimeLimits
-from tidegate_policies.rules import StopPolicy
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_policies.tiers import TierShares
 
@@ -94,7 +95,7 @@ class Scheduler:
         )
         self._preemptor = Preemptor(books)
         self._admission = Admission(books, self._preemptor)
-        self._mailbox: tuple[PolicySnapshot, int] | None = None
+        self._mailbox: tuple[PolicySnapshot, int, float] | None = None
         self._snapshot: PolicySnapshot | None = None
         self._revision = 0
         self._step = 0
@@ -110,6 +111,7 @@ class Scheduler:
         self._decisions: list[Decision] = []
         self._ended: list[str] = []
         self._stopped: list[str] = []
+        self._stops = Stops(self._memory, self._tenants)
 
     @property
     def revision(self) -> int:
@@ -190,9 +192,9 @@ class Scheduler:
             self._complete(seq)
         return seq is not None
 
-    def apply_policy(self, snapshot: PolicySnapshot, revision: int) -> None:
-        """Leave a policy in the mailbox; the next `plan_step` puts it in force, whole."""
-        self._mailbox = (snapshot, revision)
+    def apply_policy(self, snapshot: PolicySnapshot, revision: int, *, at: float = inf) -> None:
+        """Leave a policy that came `at` in the mailbox: `plan_step` puts it in force, whole."""
+        self._mailbox = (snapshot, revision, at)
 
     def note_elsewhere(self, service: Mapping[str, float], active: Iterable[str]) -> None:
         """Count what other engines of the pool gave: fairness holds over all of them.
@@ -217,8 +219,9 @@ class Scheduler:
         if self._has_open_plan:
             raise RuntimeError(f"step {self._step} was planned and not committed")
         self._begin_step(now)
-        self._adopt_policy()
+        self._adopt_policy(now)
         expired = self._expire(now)
+        self._stops.settle(now)
         for seq in self._joining:
             self._admission.join(seq)
         self._joining = []
@@ -287,6 +290,7 @@ class Scheduler:
             revision=self._revision,
             arrivals=self._arrivals.accepted,
             rejected=self._arrivals.rejected,
+            stop_seconds=self._stops.seconds,
         )
 
     def check_invariants(self) -> None:
@@ -313,10 +317,10 @@ class Scheduler:
         self._preemptor.begin_step(self._decisions, now)
         self._admission.begin_step(self._decisions, now)
 
-    def _adopt_policy(self) -> None:
+    def _adopt_policy(self, now: float) -> None:
         if self._mailbox is None:
             return
-        (snapshot, self._revision), self._mailbox = self._mailbox, None
+        (snapshot, self._revision, came_at), self._mailbox = self._mailbox, None
         if snapshot == self._snapshot:
             return
         self._snapshot = snapshot
@@ -325,15 +329,10 @@ class Scheduler:
         self._memory.apply_policy(snapshot)
         self._tenants.apply_policy(snapshot, self._live.values())
         self._running.recount()
-        self._stop_tenants(snapshot)
-        self._admission.obey(self._limits)
-
-    def _stop_tenants(self, snapshot: PolicySnapshot) -> None:
-        """Drop the requests of tenants whose policy cancels them."""
-        stopped = {r.tenant for r in snapshot.tenants if r.stop is StopPolicy.CANCEL}
-        for seq in [s for s in self._live.values() if stopped and s.tenant.name in stopped]:
+        for seq in self._stops.obey(snapshot, self._live, at=min(came_at, now)):
             self._stopped.append(seq.request_id)
             self._drop(seq, Verdict.STOPPED, Reason.TENANT_STOPPED)
+        self._admission.obey(self._limits)
 
     def _expire(self, now: float) -> tuple[Expiry, ...]:
         """Drop the requests that have waited, or run, for too long."""

@@ -16,6 +16,7 @@ OSDI 2022, which calls it scheduling at the granularity of requests.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from math import inf
 
 from tidegate_engine.core.arrival import RETRY_SECONDS
 from tidegate_engine.core.block_pool import BlockPool
@@ -171,7 +172,13 @@ class StaticScheduler:
     def note_elsewhere(self, service: Mapping[str, float], active: Iterable[str]) -> None:
         """Ignore it: whoever comes first is served first."""
 
-    def apply_policy(self, snapshot: PolicySnapshot, revision: int) -> None:
+    def apply_policy(
+        self,
+        snapshot: PolicySnapshot,
+        revision: int,
+        *,
+        at: float = inf,  # noqa: ARG002
+    ) -> None:
         """Leave a policy in the mailbox; the next `plan_step` puts it in force, whole."""
         self._mailbox = (snapshot, revision)
 

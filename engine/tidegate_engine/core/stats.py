@@ -1,5 +1,6 @@
 """The numbers of a scheduler at a step boundary."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from tidegate_engine.core.books import Books
@@ -10,7 +11,13 @@ from tidegate_engine.core.tenants import Tenant, TenantTotals
 
 
 def describe(
-    books: Books, *, step: int, revision: int, arrivals: int, rejected: int
+    books: Books,
+    *,
+    step: int,
+    revision: int,
+    arrivals: int,
+    rejected: int,
+    stop_seconds: Mapping[str, float],
 ) -> SchedulerStats:
     """Count everything; linear in the tenants."""
     memory, tenants = books.memory, books.tenants
@@ -32,13 +39,17 @@ def describe(
         watermark=memory.gate.state,
         kv_seconds=memory.payers.clock.block_microseconds / MICROSECONDS,
         gone=TenantStats(**_grown(tenants.gone, memory)),
-        tenants={name: _describe_tenant(own, memory) for name, own in tenants.own.items()},
+        tenants={
+            name: _describe_tenant(own, memory, stop_seconds.get(name))
+            for name, own in tenants.own.items()
+        },
         accounts={one.account: AccountStats(one.service, one.competes) for one in tenants},
     )
 
 
-def _describe_tenant(tenant: Tenant, memory: KvMemory) -> TenantStats:
+def _describe_tenant(tenant: Tenant, memory: KvMemory, stop_seconds: float | None) -> TenantStats:
     return TenantStats(
+        stop_seconds=stop_seconds,
         running=sum(one.running for one in tenant.in_tiers),
         waiting=sum(one.waiting for one in tenant.in_tiers),
         swapped=sum(one.swapped for one in tenant.in_tiers),

@@ -1,6 +1,7 @@
 """What an engine wants of whatever decides its steps."""
 
 from collections.abc import Iterable, Mapping
+from math import inf
 from typing import Protocol
 
 from tidegate_engine.core.costs import ExecutorCosts
@@ -40,8 +41,8 @@ class StepScheduler(Protocol):
         """End a request as finished; returns whether it was alive."""
         ...
 
-    def apply_policy(self, snapshot: PolicySnapshot, revision: int) -> None:
-        """Put a policy in force with the next plan."""
+    def apply_policy(self, snapshot: PolicySnapshot, revision: int, *, at: float = inf) -> None:
+        """Put a policy in force with the next plan; `at` is when it came, if before that."""
         ...
 
     def note_elsewhere(self, service: Mapping[str, float], active: Iterable[str]) -> None:

@@ -61,6 +61,13 @@ class TenantUsage(Model):
         Count | None, Field(description="KV blocks times the seconds that they were held.")
     ] = None
     shed: Annotated[Count | None, Field(description="Requests refused under overload.")] = None
+    stop_time: Annotated[
+        Duration | None,
+        Field(
+            description="Longest time that an engine took from the arrival of stopPolicy Drain or "
+            "Cancel to the tenant's last KV block free; absent while it isn't stopped, or holds any."
+        ),
+    ] = None
     preempted: Annotated[Count | None, Field(description="Preemptions suffered.")] = None
     cancelled: Annotated[Count | None, Field(description="Requests cancelled.")] = None
 

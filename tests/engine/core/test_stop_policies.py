@@ -2,7 +2,9 @@
 
 import pytest
 
+from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.request import RejectionCode
+from tidegate_engine.executor.step_cost import AffineCost
 from tidegate_policies.rules import PreemptionMode, PreemptionRule, StopPolicy
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_tenant
@@ -111,3 +113,72 @@ def test_cancel_refuses_new_requests_and_drops_the_others_with_the_next_step(
     busy.obey(a_stopped(StopPolicy.NONE))
     busy.step()
     assert busy.submit(a_request(prompt=4, output=4)) is None
+
+
+# -- how long a stop takes ------------------------------------------------------------------------
+
+
+def stop_seconds(engine: Simulation, tenant: str = "acme") -> float | None:
+    return engine.scheduler.stats().tenants[tenant].stop_seconds
+
+
+def test_a_cancel_takes_from_its_arrival_to_the_step_that_drops_all(busy: Simulation) -> None:
+    came_at = busy.clock.now()
+    busy.step()
+    busy.scheduler.apply_policy(a_stopped(StopPolicy.CANCEL), 9, at=came_at)
+    dropped_at = busy.clock.now()
+    busy.step()
+    assert dropped_at > came_at
+    assert stop_seconds(busy) == dropped_at - came_at
+    assert stop_seconds(busy, "other") is None
+    busy.obey(a_stopped(StopPolicy.CANCEL))
+    busy.step()
+    assert stop_seconds(busy) == dropped_at - came_at
+    busy.obey(a_stopped(StopPolicy.NONE))
+    busy.step()
+    assert stop_seconds(busy) is None
+
+
+def test_a_drain_takes_until_the_last_of_its_requests_has_ended(busy: Simulation) -> None:
+    came_at = busy.clock.now()
+    busy.obey(a_stopped(StopPolicy.DRAIN))
+    for _ in range(200):
+        if busy.scheduler.stats().tenants["acme"].finished == 4:
+            break
+        assert stop_seconds(busy) is None
+        busy.step()
+    ended_at = busy.clock.now()
+    busy.step()
+    assert stop_seconds(busy) == ended_at - came_at
+
+
+def test_a_cancel_that_follows_a_drain_is_measured_by_itself(busy: Simulation) -> None:
+    busy.obey(a_stopped(StopPolicy.DRAIN))
+    busy.steps(2)
+    busy.obey(a_stopped(StopPolicy.CANCEL))
+    busy.step()
+    assert stop_seconds(busy) == 0
+
+
+def test_what_a_copy_still_reads_counts_to_a_cancel() -> None:
+    def policy(stop: StopPolicy) -> PolicySnapshot:
+        rule = PreemptionRule(mode=PreemptionMode.SWAP, min_quantum_tokens=0)
+        return admitting_by_present_need(
+            a_tenant(stop=stop, preemption=rule), a_tenant("gold", tier="high")
+        )
+
+    slow = AffineCost(ExecutorCosts(swap_block_seconds=0.2))
+    engine = a_simulation(
+        policy(StopPolicy.NONE), blocks=BLOCKS, host_blocks=BLOCKS, max_num_seqs=1, cost=slow
+    )
+    engine.arrive("victim", output=40)
+    engine.steps(3)
+    engine.arrive("g", tenant="gold", output=100)
+    engine.steps(2)
+    assert engine.executor.copying
+    engine.obey(policy(StopPolicy.CANCEL))
+    engine.step()
+    assert stop_seconds(engine) is None
+    engine.drain()
+    engine.step()
+    assert 0.1 < (stop_seconds(engine) or 0) < 0.5
