@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidegate_engine.fleet.bucket import LocalBucket
 from tidegate_engine.fleet.bucket_script import BucketLimit, BucketStore
@@ -63,6 +63,7 @@ class FleetRates:
         self._store = store
         self._clock = clock
         self._buckets: dict[tuple[str, str], LocalBucket] = {}
+        self._no_requests: dict[str, tuple[Shortage, float]] = {}
 
     @property
     def is_alone(self) -> bool:
@@ -72,6 +73,7 @@ class FleetRates:
     def use_policy(self, snapshot: PolicySnapshot) -> None:
         """Obey other limits from now on; what is leased stays leased."""
         before, self._buckets = self._buckets, {}
+        self._no_requests = {}
         if self._store is None:
             return
         for rule in snapshot.tenants:
@@ -83,16 +85,29 @@ class FleetRates:
                 bucket.limit = limit
                 self._buckets[key] = bucket
 
+    def known_shortage(self, tenant: str) -> Shortage | None:
+        """Return why any request of `tenant` would be refused now, without asking anybody."""
+        shortage, until = self._no_requests.get(tenant, (None, 0.0))
+        if shortage is None:
+            return None
+        wait = until - self._clock()
+        if wait <= 0:
+            del self._no_requests[tenant]
+            return None
+        return replace(shortage, wait_seconds=wait)
+
     async def reserve(self, tenant: str, tokens: float) -> Reservation | Shortage:
         """Set aside one request and so many tokens, or nothing."""
         requests = await self._reserve(tenant, REQUESTS, 1.0)
         if requests is not None:
+            self._no_requests[tenant] = requests, self._clock() + requests.wait_seconds
             return requests
         shortage = await self._reserve(tenant, TOKENS, tokens)
         if shortage is None:
             return Reservation(tenant, tokens)
         if (bucket := self._buckets.get((tenant, REQUESTS))) is not None:
             bucket.give_back(1.0)
+            self._no_requests.pop(tenant, None)
         return shortage
 
     def settle(self, reservation: Reservation, *, used_tokens: float) -> None:

@@ -17,6 +17,7 @@ class BytesTokenizer:
 
     eos_token_ids = frozenset({END_TOKEN_ID})
     vocab_size = _NUM_BYTES + 1
+    max_token_chars = 1.0
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of the bytes of `text`."""
@@ -29,6 +30,10 @@ class BytesTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """Return the byte of one token; of the end none."""
         return _spell(token_id)
+
+    def token_name(self, token_id: int) -> str:  # noqa: ARG002 (there is one)
+        """Return what the end is called."""
+        return "<|end|>"
 
     def detokenizer(self) -> "BytesDetokenizer":
         """Start decoding one stream of tokens."""

@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +58,15 @@ class Tokenizer:
         """One more than the largest token id, special ones included."""
         return len(self._spellings)
 
+    @cached_property
+    def max_token_chars(self) -> float:
+        """Characters of the longest token; infinite where the text is changed before it is cut."""
+        if self._backend.normalizer is not None:
+            return math.inf
+        names = (token.content for token in self._backend.get_added_tokens_decoder().values())
+        # A token of byte-level BPE may begin inside a character and has no more than its bytes.
+        return max(map(len, (*self._spellings, *names)))
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`; the names of special tokens in it become those tokens."""
         return self._backend.encode(text).ids
@@ -92,6 +102,10 @@ class Tokenizer:
         """Return the bytes of one token, maybe a part of a character; of special ones none."""
         # Embedding tables are often padded: such ids have no text.
         return self._spellings[token_id] if token_id < len(self._spellings) else b""
+
+    def token_name(self, token_id: int) -> str:
+        """Return what a token without bytes is called; padding of the embedding has no name."""
+        return self._backend.id_to_token(token_id) or ""
 
     @cached_property
     def _spellings(self) -> tuple[bytes, ...]:

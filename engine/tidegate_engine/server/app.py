@@ -212,13 +212,14 @@ def _check_servable(service: Service, caller: Caller) -> None:
     rule = service.identities.rule_of(caller.tenant)
     if rule is not None and rule.stop in {StopPolicy.DRAIN, StopPolicy.CANCEL}:
         raise TenantStoppedError
-    if service.engine.last_stats.scheduler.waiting >= service.max_waiting:
-        service.count.begin()
-        raise QueueFullError(service.max_waiting)
     if caller.tier is not None:
         allowed = service.identities.tiers_of(caller.tenant)
         if caller.tier not in allowed:
             raise TierNotAllowedError(TIER_HEADER, allowed)
+    service.rate_gate.check(caller.tenant)
+    if service.engine.last_stats.scheduler.waiting >= service.max_waiting:
+        service.count.begin()
+        raise QueueFullError(service.max_waiting)
 
 
 def _check_model(model: ServedModel, name: str) -> None:

@@ -56,6 +56,7 @@ class Generation:
             choice that found none isn't there.
         num_outputs: Output tokens of each choice that was ever in the batch, read or not.
         error: Why the generation was ended early; None while it wasn't.
+        num_read: Outputs that the reader has taken.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Generation:
         self.num_unanswered = 0
         self.max_unread_events = max_unread_events
         self.error: ApiError | None = None
+        self.num_read = 0
         self._unread: deque[tuple[int, TokenOutput]] = deque()
         self._num_unread_events = 0
         self._num_holds = 0
@@ -145,6 +147,7 @@ class Generation:
             taken.append(self._unread.popleft())
             num_events += _num_events(taken[-1][1])
         self._num_unread_events -= num_events
+        self.num_read += len(taken)
         return taken
 
 

@@ -5,6 +5,7 @@ All of this lives in the event loop; the engine's thread only knows the requests
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -26,6 +27,9 @@ from tidegate_engine.server.errors import (
 )
 from tidegate_engine.server.generation import Choice, Generation
 from tidegate_engine.service_levels import ServiceLevels
+
+STALLED_SECONDS = 2.0
+"""A reader who takes nothing for so long doesn't keep a draining engine."""
 
 _EXPIRY_ERRORS: dict[ExpiryCause, Callable[[], ApiError]] = {
     ExpiryCause.QUEUE_TIMEOUT: QueueTimeoutError,
@@ -140,15 +144,29 @@ class Generations:
         """Refuse new work and wait until what runs has ended and was read.
 
         After the grace what still runs is ended; who has yet to read an answer that is complete
-        may go on with that.
+        may go on with that. Once all are complete, readers who take nothing are waited for no more.
         """
         self.begin_drain()
         try:
             async with asyncio.timeout(grace_seconds):
-                await self._idle.wait()
+                await self._all_read()
         except TimeoutError:
             for generation in list(self._by_id.values()):
                 self._abort(generation, EngineDrainingError(), CancelCause.DRAIN)
+
+    async def _all_read(self) -> None:
+        """Return when nothing runs, and nobody reads."""
+        progress: list[tuple[str, int]] | None = None
+        while not self._idle.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STALLED_SECONDS):
+                    await self._idle.wait()
+            before, progress = (
+                progress,
+                [(g.generation_id, g.num_read) for g in self._by_id.values()],
+            )
+            if progress == before and not any(g.live for g in self._by_id.values()):
+                return
 
     # -- from the engine -------------------------------------------------------------------------
 

@@ -1,10 +1,8 @@
 """From a request body to what the scheduler gets: prompts to tokens, wishes to limits."""
 
-import asyncio
 import hashlib
 import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
@@ -29,8 +27,6 @@ MAX_WHOLE_LOGPROBS = 1 << 22
 """Most log-probabilities of an answer that isn't a stream; they are kept until its last token."""
 
 _SEED_BITS = 64
-# Of their own: in asyncio's threads policies are stored, and would queue behind prompts.
-_ENCODERS = ThreadPoolExecutor(max_workers=2, thread_name_prefix="encoder")
 T = TypeVar("T")
 
 
@@ -55,7 +51,7 @@ async def take_completion(body: CompletionBody, *, caller: Caller, model: Served
     Raises:
         ApiError: The prompt can't be served by this model.
     """
-    prompts = await _completion_prompts(body, model)
+    prompts = await _completion_prompts(body, caller, model)
     sampling = _sampling(body, logprobs=body.logprobs, model=model)
     wanted = body.max_tokens or DEFAULT_COMPLETION_TOKENS
     return _intake(
@@ -70,9 +66,15 @@ async def take_chat(body: ChatBody, *, caller: Caller, model: ServedModel) -> In
         ApiError: The messages can't be served by this model.
     """
     messages = [message.as_prompt() for message in body.messages]
-    chars = sum(len(message["content"]) for message in messages)
+    texts = [message["content"] for message in messages]
     try:
-        prompt = await _off_loop(chars, lambda: model.tokenizer.apply_chat_template(messages))
+        prompt = await _encode(
+            texts,
+            lambda: model.tokenizer.apply_chat_template(messages),
+            param="messages",
+            caller=caller,
+            model=model,
+        )
     except ValueError as error:
         raise ApiError(ErrorCode.INVALID_MESSAGES, f"{error}.", param="messages") from error
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -165,12 +167,20 @@ def _output_limit(
     return tokens
 
 
-async def _completion_prompts(body: CompletionBody, model: ServedModel) -> list[list[int]]:
+async def _completion_prompts(
+    body: CompletionBody, caller: Caller, model: ServedModel
+) -> list[list[int]]:
     prompt = body.prompt
     texts = [prompt] if isinstance(prompt, str) else [p for p in prompt if isinstance(p, str)]
     if texts:
         encode = model.tokenizer.encode
-        return await _off_loop(sum(map(len, texts)), lambda: [encode(text) for text in texts])
+        return await _encode(
+            texts,
+            lambda: [encode(text) for text in texts],
+            param="prompt",
+            caller=caller,
+            model=model,
+        )
     ids = [p for p in prompt if isinstance(p, int)]
     lists = [ids] if ids else [p for p in prompt if isinstance(p, list)]
     _check_in_vocabulary("prompt", lists, model)
@@ -189,10 +199,27 @@ def _check_in_vocabulary(
         )
 
 
-async def _off_loop(chars: int, encode: "Callable[[], T]") -> "T":
-    if chars <= ENCODE_INLINE_CHARS:
+async def _encode(
+    texts: Sequence[str],
+    encode: "Callable[[], T]",
+    *,
+    param: str,
+    caller: Caller,
+    model: ServedModel,
+) -> "T":
+    """Encode texts, unless one is so long that it can't fit however it is cut into tokens."""
+    if sum(map(len, texts)) <= ENCODE_INLINE_CHARS:
         return encode()
-    return await asyncio.get_running_loop().run_in_executor(_ENCODERS, encode)
+    longest = max(map(len, texts))
+    most_chars = model.max_context_tokens * model.tokenizer.max_token_chars
+    if longest > most_chars:
+        raise ApiError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"A text has {longest} characters; with the longest tokens that there are,"
+            f" {most_chars} fill the model's context of {model.max_context_tokens} tokens.",
+            param=param,
+        )
+    return await model.encoders.run(caller.tenant, encode)
 
 
 def _sampling(body: GenerationBody, *, logprobs: int | None, model: ServedModel) -> SamplingParams:

@@ -1,11 +1,17 @@
-"""The requests that are open in an HTTP server, and the bytes of their bodies: both are bounded."""
+"""The requests that are open in an HTTP server, and what they hold: both are bounded."""
 
 from collections import Counter
+from collections.abc import Callable
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidegate_engine.server.error_codes import ErrorCode
 from tidegate_engine.server.errors import ApiError
+from tidegate_engine.server.json_response import JsonResponse
+from tidegate_engine.server.request_id import REQUEST_ID_HEADER
+
+_PIECE_BYTES = 64 * 1024
 
 
 class EngineOverloadedError(ApiError):
@@ -65,6 +71,9 @@ class OpenRequests:
     it knows whose they are and wants to read them, so that it can tell of it. Bytes of bodies count
     when they have come, not when they are announced, for the tenant that the application names in
     `request.state.tenant`, and until the answer ends.
+
+    So do long answers that are sent whole: they are open until their readers have taken all but the
+    last piece. Streams bound by themselves what is unread.
     """
 
     def __init__(self, app: ASGIApp, *, max_requests: int, max_body_bytes: int) -> None:
@@ -91,19 +100,66 @@ class OpenRequests:
         state = scope.setdefault("state", {})
         held: Counter[str] = Counter()
 
-        async def receive_held() -> Message:
-            message = await receive()
-            num_bytes = len(message.get("body", b""))
+        def hold(num_bytes: int) -> None:
             owner = state.get("tenant", "")
             self._bodies.hold(owner, num_bytes)
             held[owner] += num_bytes
+
+        async def receive_held() -> Message:
+            message = await receive()
+            hold(len(message.get("body", b"")))
             return message
 
         try:
-            await self._app(scope, receive_held, send)
+            await self._app(scope, receive_held, _WholeAnswers(send, hold))
         finally:
             for owner, num_bytes in held.items():
                 self._bodies.release(owner, num_bytes)
+
+
+class _WholeAnswers:
+    """Sends long answers piece by piece, each when the one before is on its way, and counts them.
+
+    The head waits for what follows it: an answer for which there is no room is an error instead.
+    """
+
+    def __init__(self, send: Send, hold: Callable[[int], None]) -> None:
+        self._send = send
+        self._hold = hold
+        self._head: Message | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._head = message
+            return
+        head, self._head = self._head, None
+        body = message.get("body", b"")
+        is_long = len(body) > _PIECE_BYTES and not message.get("more_body", False)
+        if head is not None:
+            if is_long:
+                head, body = self._held(head, body)
+            await self._send(head)
+        if not is_long:
+            await self._send(message)
+            return
+        for start in range(0, len(body), _PIECE_BYTES):
+            piece = body[start : start + _PIECE_BYTES]
+            has_more = start + _PIECE_BYTES < len(body)
+            await self._send({"type": message["type"], "body": piece, "more_body": has_more})
+
+    def _held(self, head: Message, body: bytes) -> tuple[Message, bytes]:
+        try:
+            self._hold(len(body))
+        except EngineOverloadedError as error:
+            request_id = Headers(raw=head["headers"])[REQUEST_ID_HEADER]
+            answer = JsonResponse(
+                error.body(),
+                status_code=error.status,
+                headers={**error.headers, REQUEST_ID_HEADER: request_id},
+            )
+            start = {**head, "status": error.status, "headers": answer.raw_headers}
+            return start, bytes(answer.body)
+        return head, body
 
 
 async def _refuse() -> Message:

@@ -31,6 +31,15 @@ class RateGate:
         known = policy.snapshot.tenant_rules
         self._mean_output = {t: mean for t, mean in self._mean_output.items() if t in known}
 
+    def check(self, tenant: str) -> None:
+        """Refuse what is known to be refused, before anything is done for it.
+
+        Raises:
+            RateLimitedError: The tenant was told to come back later than now.
+        """
+        if (shortage := self._rates.known_shortage(tenant)) is not None:
+            raise _rate_limited(shortage)
+
     async def reserve(
         self, tenant: str, requests: Sequence[Request], *, prompt_tokens: int
     ) -> Reservation:
@@ -48,9 +57,7 @@ class RateGate:
         outputs = sum(min(float(request.max_output_tokens), mean) for request in requests)
         reserved = await self._rates.reserve(tenant, prompt_tokens + outputs)
         if isinstance(reserved, Shortage):
-            raise RateLimitedError(
-                reserved.unit, per_minute=reserved.per_minute, wait_seconds=reserved.wait_seconds
-            )
+            raise _rate_limited(reserved)
         return reserved
 
     def settle(
@@ -68,3 +75,9 @@ class RateGate:
         for length in outputs:
             mean += (length - mean) * _NEWEST_COUNTS
         self._mean_output[reservation.tenant] = mean
+
+
+def _rate_limited(shortage: Shortage) -> RateLimitedError:
+    return RateLimitedError(
+        shortage.unit, per_minute=shortage.per_minute, wait_seconds=shortage.wait_seconds
+    )

@@ -1,8 +1,10 @@
 """What the API needs to know about the model, whichever executor runs it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from tidegate_engine.server.encoding import Encoders
 
 
 class Detokenizer(Protocol):
@@ -30,6 +32,11 @@ class Tokenizer(Protocol):
         """Number of tokens."""
         ...
 
+    @property
+    def max_token_chars(self) -> float:
+        """Characters of the longest token; infinite where tokens don't spell the text itself."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text`."""
         ...
@@ -40,6 +47,10 @@ class Tokenizer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, maybe a part of a character; of special ones none."""
+        ...
+
+    def token_name(self, token_id: int) -> str:
+        """Return what a token without bytes is called."""
         ...
 
     def detokenizer(self) -> Detokenizer:
@@ -63,9 +74,11 @@ class ServedModel:
         name: As clients name it in `model`.
         max_context_tokens: Prompt and output together.
         created: Seconds since the epoch; of the process' start.
+        encoders: Where its tokenizer works on long texts.
     """
 
     name: str
     tokenizer: Tokenizer
     max_context_tokens: int
     created: int
+    encoders: Encoders = field(default_factory=Encoders)

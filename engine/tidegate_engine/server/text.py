@@ -14,17 +14,19 @@ class SpelledToken(NamedTuple):
     """A token with its log-probability.
 
     Attributes:
-        spelling: Its bytes, maybe those of a part of a character only.
+        spelling: Its bytes, maybe those of a part of a character only; of special ones none.
+        name: What it is called if it has none.
     """
 
     spelling: bytes
     logprob: float
+    name: str = ""
 
     @property
     def text(self) -> str:
         r"""Its text; spelled `bytes:\xe2\x82`, as by the OpenAI API, where it is no UTF-8."""
         try:
-            return self.spelling.decode()
+            return self.spelling.decode() or self.name
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.spelling)
 
@@ -158,11 +160,15 @@ class AnswerText:
 
     def _decode(self, token: SampledToken) -> str:
         if token.logprob is not None:
-            spell = self._tokenizer.token_bytes
-            top = tuple(SpelledToken(spell(i), logprob) for i, logprob in token.top_logprobs)
-            own = SpelledToken(spell(token.token_id), token.logprob)
+            top = tuple(self._spell(i, logprob) for i, logprob in token.top_logprobs)
+            own = self._spell(token.token_id, token.logprob)
             self._logprobs.append(TokenLogprob(own, self._decoded, top))
         return self._detokenizer.push(token.token_id)
+
+    def _spell(self, token_id: int, logprob: float) -> SpelledToken:
+        spelling = self._tokenizer.token_bytes(token_id)
+        name = "" if spelling else self._tokenizer.token_name(token_id)
+        return SpelledToken(spelling, logprob, name)
 
     def _release_logprobs(self, *, may_touch: bool) -> tuple[TokenLogprob, ...]:
         """Give out the tokens whose text begins in what is shown.

@@ -1,13 +1,22 @@
 """An engine that is told to end: what runs may finish, what comes is sent elsewhere."""
 
+import asyncio
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
+import pytest
+
+from tidegate_engine.server import generations
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import MODEL, RunningEngine, a_running_engine
 from tidegate_testing.raw_requests import ENDLESS, a_raw_request, read_events
 
 LONG = {"model": MODEL, "prompt": "Hello", "max_tokens": ENDLESS}
+
+
+def num_outputs(engine: RunningEngine) -> int:
+    return engine.stats().scheduler.tenants["acme"].output_tokens
 
 
 def drained(engine: RunningEngine) -> dict[str, int]:
@@ -74,3 +83,37 @@ def test_an_answer_that_is_complete_is_read_to_its_end_after_the_grace() -> None
         assert events.count(b"data: {") == 4000
         assert b"[DONE]" in events
         assert b"error" not in events
+
+
+def test_a_reader_who_takes_nothing_keeps_nobody_once_all_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(generations, "STALLED_SECONDS", 0.3)
+    with (
+        a_running_engine() as engine,
+        a_raw_request(engine.port, stream=True, max_tokens=3000, receive_buffer=4096) as reader,
+    ):
+        eventually(lambda: num_outputs(engine) == 3000, "all tokens")
+        assert len(engine.service.generations.running_ids) == 1
+        began = time.monotonic()
+        drain = engine.service.generations.drain(60)
+        asyncio.run_coroutine_threadsafe(drain, engine.event_loop).result(timeout=30)
+        assert time.monotonic() - began < 20
+        # Nothing was taken from it: it may still read all.
+        assert b"[DONE]" in read_events(reader)
+
+
+def test_a_reader_who_takes_something_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generations, "STALLED_SECONDS", 1.0)
+    with (
+        a_running_engine() as engine,
+        a_raw_request(engine.port, stream=True, max_tokens=3000, receive_buffer=4096) as reader,
+    ):
+        eventually(lambda: num_outputs(engine) == 3000, "all tokens")
+        drain = engine.service.generations.drain(60)
+        draining = asyncio.run_coroutine_threadsafe(drain, engine.event_loop)
+        events = b""
+        while b"[DONE]" not in events:
+            assert not draining.done() or engine.service.generations.running_ids == ()
+            events += reader.recv(1 << 14)
+        draining.result(timeout=30)

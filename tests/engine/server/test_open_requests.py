@@ -3,6 +3,7 @@
 import json
 import socket
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
@@ -106,3 +107,46 @@ def test_a_body_that_breaks_off_is_given_back() -> None:
                 broken.shutdown(socket.SHUT_WR)
                 broken.recv(1)
         eventually(lambda: status_of(engine, "acme", padding=35_000) == 200, "all to be free")
+
+
+LONG: dict[str, Any] = {**SHORT, "max_tokens": 750, "n": 16, "logprobs": 1, "ignore_eos": True}
+
+
+def read_answer(connection: socket.socket) -> bytes:
+    """Read a whole answer, of a connection that is kept open behind it."""
+    head, _, body = b"", b"", b""
+    while b"\r\n\r\n" not in head:
+        head += connection.recv(1024)
+    head, _, body = head.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
+    while len(body) < length:
+        body += connection.recv(1 << 16)
+    return body
+
+
+def test_long_answers_that_nobody_reads_count_until_they_are_read() -> None:
+    policy = a_snapshot(a_keyed_tenant("acme"), a_keyed_tenant("zeta"))
+    with (
+        a_running_engine(policy, http_options={"max_body_bytes": 1_000_000}) as engine,
+        a_raw_request(engine.port, receive_buffer=4096, **LONG) as reader,
+    ):
+        # The head is out, and so there is a place for the rest.
+        assert reader.recv(1, socket.MSG_PEEK)
+        answers = {
+            tenant: engine.http(tenant).post(
+                "/v1/completions", json=LONG, headers={"x-request-id": "mine"}
+            )
+            for tenant in ("acme", "zeta")
+        }
+        refused = answers["acme"]
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_overloaded")
+        assert refused.headers["x-request-id"] == "mine"
+        assert refused.headers["x-tidegate-reason"] == "engine_overloaded"
+        assert int(refused.headers["content-length"]) == len(refused.content)
+        assert answers["zeta"].status_code == 200
+        assert status_of(engine, "acme") == 200
+        assert json.loads(read_answer(reader))["usage"] == answers["zeta"].json()["usage"]
+        eventually(
+            lambda: engine.http().post("/v1/completions", json=LONG).status_code == 200,
+            "room again",
+        )

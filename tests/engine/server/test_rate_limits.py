@@ -13,7 +13,15 @@ from tidegate_devcluster.redis_server import RedisServer
 from tidegate_engine.events import CancelCause
 from tidegate_policies.rules import RateRule
 from tidegate_testing.cluster import eventually
-from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine, key_of
+from tidegate_testing.engines import (
+    MODEL,
+    HeldTokenizer,
+    RunningEngine,
+    a_keyed_tenant,
+    a_running_engine,
+    a_served_model,
+    key_of,
+)
 from tidegate_testing.policies import POOL, a_snapshot
 from tidegate_testing.raw_requests import a_raw_request
 from tidegate_testing.scheduling import a_request
@@ -114,3 +122,20 @@ def test_without_redis_each_engine_goes_on_and_says_so() -> None:
         assert ask(engine).status_code == 429
         assert engine.sample("tidegate_rate_limits_divided") == 1
         eventually(lambda: ask(engine).status_code == 200, "its part of the limit")
+
+
+def test_who_was_told_to_come_later_is_refused_before_anything_is_encoded(redis_url: str) -> None:
+    tokenizer = HeldTokenizer()
+    tokenizer.released.set()
+    policy = a_snapshot(a_keyed_tenant(rate=RateRule(requests_per_minute=1)))
+    with a_running_engine(
+        policy, redis_url=redis_url, model=a_served_model(tokenizer=tokenizer)
+    ) as engine:
+        assert ask(engine).status_code == 200
+        assert ask(engine).status_code == 429
+        refused = ask(engine, prompt="x" * 5000)
+        assert refused.json()["error"]["code"] == "rate_limited"
+        assert "1 requests a minute" in refused.json()["error"]["message"]
+        assert not tokenizer.begun.is_set()
+        engine.apply(a_snapshot(a_keyed_tenant()))
+        assert ask(engine, prompt="x" * 5000).status_code == 200

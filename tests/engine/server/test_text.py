@@ -186,3 +186,12 @@ def test_the_parts_of_a_character_come_with_it_or_with_the_end() -> None:
 def test_a_part_of_a_character_is_spelled_by_its_bytes() -> None:
     whole, part = SpelledToken("é".encode(), -1.0), SpelledToken(b"\xe2\x82", -1.0)
     assert (whole.text, part.text) == ("é", r"bytes:\xe2\x82")
+
+
+def test_a_token_without_text_is_spelled_by_its_name() -> None:
+    token = SampledToken(END_TOKEN_ID, -1.0, ((END_TOKEN_ID, -1.0), (0, -2.0)))
+    [delta] = push_all(an_answer(), [TokenOutput("r", token, FinishReason.LENGTH)])
+    [logprob] = delta.logprobs
+    assert (logprob.token.text, logprob.token.spelling) == ("<|end|>", b"")
+    assert [one.text for one in logprob.top] == ["<|end|>", " "]
+    assert delta.text == ""
