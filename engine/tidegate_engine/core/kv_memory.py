@@ -174,9 +174,12 @@ class KvMemory:
         Returns:
             Device blocks that are free by it now.
         """
-        self.unreserve(seq)
+        if seq.reserved_blocks or seq.incoming_blocks:
+            self.unreserve(seq)
         if seq.fence:
             self.flights.note_ended(seq.fence, self.pool.count_freed(seq.block_table))
+            return 0
+        if not seq.admission:  # it was never given a block: the quick way for what only waited
             return 0
         if seq.host_table:
             self.host.release(seq.host_table)

@@ -52,6 +52,9 @@ class BlockKeys:
         is_common: Whether several tenants have this root.
     """
 
+    # Every waiting request has one.
+    __slots__ = ("_block_size", "_keys", "_last", "is_common", "root")
+
     def __init__(self, root: bytes, block_size: int, *, is_common: bool = False) -> None:
         """Start a chain.
 
@@ -64,9 +67,6 @@ class BlockKeys:
         self.is_common = is_common
         self._last = root
         self._block_size = block_size
-        # Fixed width: no other run of token ids has the same bytes. Little-endian: the same keys on
-        # every machine.
-        self._encoding = struct.Struct(f"<{block_size}I")
         self._keys: list[bytes] = []
 
     def upto(self, token_ids: Sequence[int], num_blocks: int, *, start: int = 0) -> Sequence[bytes]:
@@ -88,8 +88,10 @@ class BlockKeys:
         size = self._block_size
         if num_blocks * size > len(token_ids):
             raise ValueError(f"{len(token_ids)} tokens don't fill {num_blocks} blocks of {size}")
-        encode = self._encoding.pack
+        # Fixed width: no other run of token ids has the same bytes. Little-endian: the same keys on
+        # every machine.
+        encoding = f"<{size}I"
         for start in range(len(self._keys) * size, num_blocks * size, size):
-            tokens = encode(*token_ids[start : start + size])
+            tokens = struct.pack(encoding, *token_ids[start : start + size])
             self._last = hashlib.sha256(self._last + tokens).digest()
             self._keys.append(self._last)

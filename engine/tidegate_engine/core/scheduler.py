@@ -429,7 +429,7 @@ class Scheduler:
         was_running = seq.phase is Phase.RUNNING
         if was_running:
             self._running.remove(seq)
-        elif seq in tenant.queue:
+        elif not seq.admission:
             self._tenants.dequeue(seq)
         else:
             self._tenants.forget_preempted(seq)
