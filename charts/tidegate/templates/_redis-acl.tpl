@@ -7,7 +7,7 @@ announce: engines may read it. Patterns can't meet: no name of a pool holds a co
 - "%R~tidegate:*:engine:*"
 - "&tidegate:*:wake"
 - "&tidegate:*:reports"
-{{- range splitList " " "hget hmget hset publish psubscribe punsubscribe scan mget evalsha script|load ping select client|setinfo client|setname" }}
+{{- range splitList " " "hget hmget hset publish psubscribe punsubscribe scan mget evalsha script|load ping select client|setname" }}
 - "+{{ . }}"
 {{- end }}
 {{- end -}}
@@ -20,7 +20,7 @@ announce: engines may read it. Patterns can't meet: no name of a pool holds a co
 - "~tidegate:*:service"
 - "~tidegate:*:active"
 - "&tidegate:*:wake"
-{{- range splitList " " "hget hmget hgetall hset hdel hincrbyfloat set expire pexpire zadd zrem zremrangebyscore zcard zrange time subscribe unsubscribe evalsha script|load ping select client|setinfo client|setname" }}
+{{- range splitList " " "hget hmget hgetall hset hdel hincrbyfloat set expire pexpire zadd zrem zremrangebyscore zcard zrange time subscribe unsubscribe evalsha script|load ping select client|setname" }}
 - "+{{ . }}"
 {{- end }}
 - "(&tidegate:*:reports +publish)"

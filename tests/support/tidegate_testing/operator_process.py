@@ -31,6 +31,7 @@ class OperatorSetup:
     redis_url: str
     directory: Path
     namespaces: tuple[str, ...] = ()
+    secret_namespaces: tuple[str, ...] | None = None
     sweep_seconds: float = 60.0
     lease: str = ""
     metrics_port: int | None = None
@@ -55,6 +56,11 @@ class OperatorSetup:
             "TIDEGATE_OPERATOR_USAGE_SECONDS": "1",
             "TIDEGATE_OPERATOR_TENANT_DASHBOARDS": str(self.has_tenant_dashboards),
             **({"TIDEGATE_OPERATOR_LEASE": self.lease} if self.lease else {}),
+            **(
+                {"TIDEGATE_OPERATOR_SECRET_NAMESPACES": ",".join(self.secret_namespaces)}
+                if self.secret_namespaces is not None
+                else {}
+            ),
             **(
                 {"TIDEGATE_OPERATOR_METRICS_PORT": str(self.metrics_port)}
                 if self.metrics_port
