@@ -15,7 +15,7 @@ from tidegate_engine.executor.base import Capacity
 from tidegate_engine.metrics import EngineMetrics
 from tidegate_engine.policy_board import PolicyInForce
 from tidegate_operator.metrics import Metrics
-from tidegate_policies.rules import ServiceRule, TenantRule, TierRule
+from tidegate_policies.rules import ServiceRule, StopPolicy, TenantRule, TierRule
 from tidegate_policies.snapshot import PolicySnapshot
 
 _TENANT = "teams/acme"
@@ -78,6 +78,7 @@ def _engine() -> list[Metric]:
         policy=_TENANT,
         tier="standard",
         service=ServiceRule(ttft_seconds=1.0, itl_seconds=0.1),
+        stop=StopPolicy.DRAIN,
     )
     snapshot = PolicySnapshot.of(_POOL, tiers=[TierRule(name="standard", value=0)], tenants=[rule])
     capacity = Capacity(num_blocks=64, num_host_blocks=64, block_size=16)
