@@ -222,7 +222,7 @@ class KubeApi:
             query += [("labelSelector", label_selector)] if label_selector else []
             query += [("continue", position)] if position else []
             answer = await self.request("GET", path, query=query, accept=accept)
-            items += answer["items"]
+            items += answer["items"] or ()  # null where there is no metadata to list
             position = answer["metadata"].get("continue") or ""
             if not position:
                 return items

@@ -1,6 +1,7 @@
 """The metrics reference, from what engine and operator really expose."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import MappingProxyType
 
 from prometheus_client import generate_latest
@@ -37,6 +38,18 @@ inference extension chooses an engine, under the names that it looks for by defa
 """
 
 
+class UnseenSeriesError(ValueError):
+    """Nothing is known of a metric's labels, as the page's engine has no series of it.
+
+    Attributes:
+        name: Of the metric.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name}: let what it counts happen in the engine of the reference")
+        self.name = name
+
+
 def reference() -> str:
     """Return the page."""
     return "\n".join([_HEAD, *_section("Engine", _engine()), *_section("Operator", _operator())])
@@ -63,6 +76,8 @@ def _name(family: Metric) -> str:
 
 
 def _labels(family: Metric) -> str:
+    if not family.samples:
+        raise UnseenSeriesError(family.name)
     names = dict.fromkeys(name for sample in family.samples for name in sample.labels)
     return ", ".join(f"`{name}`" for name in names if name not in _MADE_BY_THE_FORMAT)
 
@@ -92,8 +107,10 @@ def _engine() -> list[Metric]:
     scheduler.apply_policy(snapshot, 1)
     scheduler.plan_step(0.0)
     cancelled = CancelKey(tenant=_TENANT, cause=CancelCause.DISCONNECT, state="running")
+    counted = scheduler.stats()
+    stopped = replace(counted.tenants[_TENANT], stop_seconds=0.1)
     stats = EngineStats(
-        scheduler=scheduler.stats(),
+        scheduler=replace(counted, tenants={_TENANT: stopped}),
         cancelled=MappingProxyType({cancelled: 1}),
         tokens_after_cancel=0,
         step_costs=ExecutorCosts(),
