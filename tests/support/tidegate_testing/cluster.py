@@ -33,6 +33,12 @@ T = TypeVar("T")
 IMAGES: Mapping[str, Sequence[str]] = {
     "python": [sys.executable],
     "tidegate/engine": [sys.executable, "-m", "tidegate_engine"],
+    # Of the charts, as of now and as if there had been an earlier one.
+    **{
+        f"tidegate/{part}:{version}": [sys.executable, "-m"]
+        for part in ("operator", "engine")
+        for version in ("0.0.9", "0.1.0")
+    },
 }
 POLL_SECONDS = 0.05
 CRDS = Path(__file__).resolve().parents[3] / "crds"
@@ -193,9 +199,15 @@ def running_cluster(
 def full_cluster(
     assets: Assets, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningCluster]:
-    """Control plane with controllers, process kubelet, service proxy and Redis; runs IMAGES."""
+    """Control plane with controllers, process kubelet, service proxy and Redis.
+
+    Runs IMAGES, and redis-server under the name that the chart has for it.
+    """
     root = tmp_path_factory.mktemp("cluster")
-    with running_cluster(assets, root, IMAGES) as running:
+    tool = assets.tool("redis-server")
+    variables = [f"{name}={value}" for name, value in tool.environment.items()]
+    redis = {"redis:7.4-alpine": ["env", *variables, str(tool.path)]}
+    with running_cluster(assets, root, {**IMAGES, **redis}) as running:
         yield running
 
 

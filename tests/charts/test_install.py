@@ -1,0 +1,266 @@
+"""Install, upgrade, roll back, uninstall: the real Helm on a real cluster whose pods really run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tidegate_devcluster.assets import Assets
+from tidegate_devcluster.redis_server import RedisServer
+from tidegate_testing.cluster import RunningCluster, eventually
+from tidegate_testing.helm import CHART, CRD_CHART, Helm, Manifest, acl_rules, listed
+from tidegate_testing.operator_process import a_key_secret, a_policy
+
+pytestmark = pytest.mark.cluster
+
+PREVIOUS = "0.0.9"
+"""As the chart's version and its images' tag; the cluster's table knows both."""
+
+NUM_POLICIES = 97
+KEY = "swordfish"
+WAIT = ("--wait", "--timeout=4m")
+
+
+@pytest.fixture(scope="module")
+def helm(
+    assets: Assets, full_cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Helm:
+    home = tmp_path_factory.mktemp("helm")
+    installing = Helm(assets.tool("helm"), home, full_cluster.kubeconfig)
+    # Other tests may have put the definitions there by kubectl.
+    installing(
+        *("upgrade", "--install", "crds", str(CRD_CHART), "--namespace=default"),
+        *("--take-ownership", "--force-conflicts"),
+    )
+    return installing
+
+
+@pytest.fixture
+def restricted(full_cluster: RunningCluster) -> str:
+    """A namespace where pods run under Pod Security `restricted` or not at all."""
+    name = full_cluster.fresh_namespace()
+    label = "pod-security.kubernetes.io/enforce=restricted"
+    full_cluster.kubectl("label", "namespace", name, label)
+    return name
+
+
+@pytest.fixture
+def external_redis(
+    helm: Helm, assets: Assets, full_cluster: RunningCluster, restricted: str, tmp_path: Path
+) -> Iterator[None]:
+    """A Redis beside the cluster, with the chart's users; their URLs are in two Secrets.
+
+    Pods have no cluster DNS here, so they can't find the chart's own by its name.
+    """
+    words = {user: uuid.uuid4().hex for user in ("operator", "engine")}
+    hashes = {user: hashlib.sha256(word.encode()).hexdigest() for user, word in words.items()}
+    users = acl_rules(helm.render(), hashes)
+    address = full_cluster.host_address
+    with RedisServer(tmp_path, assets, addresses=[address], users=users) as server:
+        for user, word in words.items():
+            url = server.url_for(username=user, password=word)
+            full_cluster.kubectl(
+                *("create", "secret", "generic", f"redis-{user}", "-n", restricted),
+                f"--from-literal=url={url}",
+            )
+        yield
+
+
+@pytest.fixture
+def previous(tmp_path: Path) -> Path:
+    """The chart as if it had been released before."""
+    folder = tmp_path / "previous" / "tidegate"
+    shutil.copytree(CHART, folder)
+    chart = (folder / "Chart.yaml").read_text()
+    (folder / "Chart.yaml").write_text(chart.replace("ersion: 0.1.0", f"ersion: {PREVIOUS}"))
+    return folder
+
+
+def values_for(namespace: str) -> dict[str, Any]:
+    pool = {
+        "name": "chat",
+        "replicas": 2,
+        "drainSeconds": 3,
+        "preStopSeconds": 1,
+        "env": {"TIDEGATE_EXECUTOR": "simulated"},
+    }
+    return {
+        "operator": {"apiKeyNamespaces": [namespace]},
+        "redis": {"enabled": False},
+        "externalRedis": {
+            "operatorUrl": {"secretName": "redis-operator"},
+            "engineUrl": {"secretName": "redis-engine"},
+        },
+        "enginePools": [pool],
+    }
+
+
+def stored_objects() -> list[Manifest]:
+    """A hundred objects of all namespaced kinds but the pool's, which is the chart's."""
+    policies = [a_policy(f"tenant-{number}", weight=number + 1) for number in range(NUM_POLICIES)]
+    refs = [{"name": "keys", "key": "key"}]
+    policies[0] = a_policy("tenant-0", apiKeySecretRefs=refs, serviceLevelRef={"name": "fast"})
+    others = [("PreemptionPolicy", "gentle"), ("ServiceLevel", "fast")]
+    named = [
+        {
+            "apiVersion": "tidegate.io/v1alpha1",
+            "kind": kind,
+            "metadata": {"name": name},
+            "spec": {},
+        }
+        for kind, name in others
+    ]
+    return [*policies, *named, a_key_secret("keys", key=KEY)]
+
+
+class Release:
+    """What can be seen of the release."""
+
+    def __init__(self, cluster: RunningCluster, namespace: str) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+
+    def get(self, *what: str) -> list[Manifest]:
+        """Return objects of the namespace."""
+        shown = self._cluster.kubectl("get", *what, "-n", self._namespace, "-o", "json").stdout
+        items: list[Manifest] = json.loads(shown)["items"]
+        return items
+
+    def identities(self) -> dict[str, tuple[str, int]]:
+        """Return uid and generation of the users' objects."""
+        return {
+            one["metadata"]["name"]: (one["metadata"]["uid"], one["metadata"]["generation"])
+            for one in self.get("tp,slo,ppol,epool")
+        }
+
+    def credentials(self) -> dict[str, Any]:
+        """Return the Secrets that the Job has made."""
+        label = "app.kubernetes.io/component=credentials"
+        return {one["metadata"]["name"]: one["data"] for one in self.get("secret", "-l", label)}
+
+    def revision(self) -> int:
+        """Return the newest revision of the pool's policy."""
+        (pool,) = self.get("epool")
+        return int(pool["status"]["policy"]["revision"])
+
+    def images(self) -> set[str]:
+        """Return the images of the pods that are not on their way out."""
+        return {
+            pod["spec"]["containers"][0]["image"]
+            for pod in self.get("pod")
+            if "deletionTimestamp" not in pod["metadata"]
+        }
+
+    def wait_until_all_is_in_force(self) -> None:
+        """Wait until every policy is enforced by every engine."""
+
+        def unready() -> list[str]:
+            return [
+                one["metadata"]["name"]
+                for one in self.get("tp,epool")
+                if not any(
+                    condition["type"] == "Ready"
+                    and condition["status"] == "True"
+                    and condition["observedGeneration"] == one["metadata"]["generation"]
+                    for condition in one.get("status", {}).get("conditions", ())
+                )
+            ]
+
+        eventually(lambda: not unready(), "every policy is in force", timeout_seconds=90)
+
+    def answer(self) -> int:
+        """Ask an engine through the Service, as a tenant does; returns the status."""
+        address = self._cluster.address(self._namespace, "tidegate-engine-chat")
+        body = {"model": "smollm2", "prompt": "tides", "max_tokens": 2}
+        request = urllib.request.Request(
+            f"http://{address}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as response:
+            return int(response.status)
+
+
+@pytest.mark.usefixtures("external_redis")
+def test_release_is_installed_upgraded_rolled_back_and_removed_and_no_policy_is_lost(
+    helm: Helm,
+    full_cluster: RunningCluster,
+    restricted: str,
+    previous: Path,
+) -> None:
+    release, values = Release(full_cluster, restricted), values_for(restricted)
+    here = f"--namespace={restricted}"
+    helm("install", "tidegate", str(previous), here, *WAIT, values=values)
+    assert release.images() == {f"tidegate/{part}:{PREVIOUS}" for part in ("operator", "engine")}
+    full_cluster.kubectl("apply", "-n", restricted, "-f", "-", input=listed(stored_objects()))
+    release.wait_until_all_is_in_force()
+    assert release.answer() == 200
+    before, credentials = release.identities(), release.credentials()
+    assert len(before) == NUM_POLICIES + 3
+    assert set(credentials) == {f"tidegate-{part}" for part in ("operator", "engine", "redis")}
+    revision = release.revision()
+
+    helm("upgrade", "tidegate", str(CHART), here, *WAIT, values=values)
+    assert release.images() == {f"tidegate/{part}:0.1.0" for part in ("operator", "engine")}
+    release.wait_until_all_is_in_force()
+    assert release.answer() == 200
+    assert (release.identities(), release.credentials()) == (before, credentials)
+    assert release.revision() == revision
+
+    helm("rollback", "tidegate", "1", here, *WAIT)
+    release.wait_until_all_is_in_force()
+    assert release.answer() == 200
+    assert (release.identities(), release.credentials()) == (before, credentials)
+    assert release.revision() == revision
+
+    helm("uninstall", "tidegate", here, *WAIT)
+    kinds = "deploy,pod,svc,epool,sa,role,rolebinding,lease,job,pdb,netpol"
+    label = "app.kubernetes.io/instance=tidegate"
+    # Helm waits for what it made; the pods of its Deployments take their grace.
+    eventually(lambda: not release.get(kinds, "-l", label), "the end of the release")
+    policies = release.get("tp")
+    assert len(policies) == NUM_POLICIES
+    # Nobody is left to clear a finalizer: there must be none.
+    full_cluster.kubectl(
+        *("delete", "tp,slo,ppol", "--all", "-n", restricted, "--wait", "--timeout=30s")
+    )
+    full_cluster.kubectl("delete", "namespace", restricted, "--wait", "--timeout=60s")
+    assert release.credentials() == {}
+
+
+def test_redis_of_the_chart_runs_and_knows_the_passwords_that_were_made(
+    helm: Helm, full_cluster: RunningCluster, restricted: str
+) -> None:
+    values = {"operator": {"replicas": 0}}
+    helm("install", "own", str(CHART), f"--namespace={restricted}", *WAIT, values=values)
+    release = Release(full_cluster, restricted)
+    (pod,) = release.get("pod")
+    secret = release.credentials()["own-tidegate-engine"]
+    assert pod["status"]["containerStatuses"][0]["ready"]
+    code = (
+        "import redis, os, base64\n"
+        f"engine = redis.Redis(host={pod['status']['podIP']!r}, username='engine',"
+        f" password=base64.b64decode({secret['redis-password']!r}).decode())\n"
+        "print(engine.ping())\n"
+        "try: engine.hset('tidegate:a/b:policy', 'envelope', 'forged')\n"
+        "except redis.exceptions.NoPermissionError: print('refused')\n"
+    )
+    full_cluster.kubectl(
+        *("run", "caller", "--image=python", "--restart=Never", "-n", "default", "--", "-c", code)
+    )
+    full_cluster.kubectl(
+        *("wait", "pod/caller", "--for=jsonpath={.status.phase}=Succeeded"),
+        *("-n", "default", "--timeout=60s"),
+    )
+    assert full_cluster.log("default", "caller", "caller") == "True\nrefused\n"
+    full_cluster.kubectl("delete", "pod", "caller", "-n", "default")
+    helm("uninstall", "own", f"--namespace={restricted}", *WAIT)
+    full_cluster.kubectl("delete", "namespace", restricted, "--wait=false")
