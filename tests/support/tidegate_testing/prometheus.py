@@ -16,7 +16,7 @@ from tidegate_devcluster.assets import Assets
 from tidegate_devcluster.processes import Child, Lifeline, free_port
 
 START_SECONDS = 30.0
-SCRAPE_SECONDS = 0.5
+SCRAPE_SECONDS = 1.0
 
 
 class Prometheus:
