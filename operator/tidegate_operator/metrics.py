@@ -1,5 +1,6 @@
 """The operator's own metrics."""
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -49,9 +50,10 @@ class Metrics:
         )
         self.redis_reachable = Gauge(
             "tidegate_redis_reachable",
-            "1 while policies can be stored and engines heard.",
+            "1 while policies can be stored and engines heard; NaN while another operator leads.",
             registry=self.registry,
         )
+        self.redis_reachable.set(math.nan)
         self.status_writes = Counter(
             "tidegate_status_writes",
             "Requests to the API server that wrote a status; the result is ok, error, or the status"

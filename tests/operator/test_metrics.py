@@ -26,3 +26,10 @@ def test_a_pool_that_is_gone_leaves_no_series() -> None:
     page = generate_latest(metrics.registry).decode()
     assert "team/chat" not in page
     assert page.count('pool="team/batch"') > len(ENGINE_STATES) + 2
+
+
+def test_an_operator_that_does_not_lead_says_nothing_of_redis() -> None:
+    metrics = Metrics()
+    assert "tidegate_redis_reachable NaN" in generate_latest(metrics.registry).decode()
+    metrics.redis_reachable.set(False)
+    assert "tidegate_redis_reachable 0.0" in generate_latest(metrics.registry).decode()

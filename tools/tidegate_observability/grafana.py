@@ -86,8 +86,8 @@ def _panel(chart: Chart) -> _Panel:
     panel.height(_NUMBER_HEIGHT if chart.kind == "number" else _HEIGHT)
     if chart.maximum is not None:
         panel.max(chart.maximum)
-    if chart.steps:
-        panel.thresholds(_thresholds(chart.steps))
+    # Without any, Grafana paints everything from 80 on red.
+    panel.thresholds(_thresholds(chart.steps or (Step(value=None, color="green"),)))
     legends = {query.legend for query in chart.queries}
     links = [_link(name) for name in ("pool", "tenant") if f"{{{{{name}}}}}" in legends]
     if links:
