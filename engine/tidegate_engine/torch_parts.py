@@ -73,7 +73,16 @@ def load_torch(settings: Settings) -> TorchParts:
         costs=chosen.costs,
         summary=(
             ("model", f"{settings.model_source}, {_shape(loaded)}"),
-            ("computing", _computing(settings, dtype, dtypes, threads)),
+            (
+                "computing",
+                _computing(
+                    settings,
+                    dtype,
+                    has_kernels=executor.has_kernels,
+                    dtypes=dtypes,
+                    threads=threads,
+                ),
+            ),
             ("memory", _memory(settings, loaded, cache)),
         ),
     )
@@ -196,9 +205,15 @@ def _shape(loaded: LoadedModel) -> str:
 
 
 def _computing(
-    settings: Settings, dtype: str, dtypes: list[Trial[str]], threads: list[Trial[int]]
+    settings: Settings,
+    dtype: str,
+    *,
+    has_kernels: bool,
+    dtypes: list[Trial[str]],
+    threads: list[Trial[int]],
 ) -> str:
     text = f"{dtype}, quantization {settings.quantization}, {settings.device}"
+    text += f", {'own kernels' if has_kernels else 'PyTorch'}"
     text += f", {counted(best_of(threads).way, 'thread')}"
     reasons = []
     if dtypes:

@@ -50,7 +50,7 @@ def test_what_is_set_is_what_there_is(model: Path) -> None:
     assert torch.get_num_threads() == 1
     summary = dict(parts.summary)
     assert summary["model"].startswith(f"{model}, 0 M parameters: 2 layers of 32, 4 heads over 2")
-    assert summary["computing"] == "bfloat16, quantization none, cpu, 1 thread"
+    assert summary["computing"] == "bfloat16, quantization none, cpu, PyTorch, 1 thread"
     assert "; 40 KV blocks of 8 tokens, " in summary["memory"]
 
 
@@ -78,7 +78,7 @@ def test_blocks_that_no_memory_holds_are_refused_with_its_size(model: Path, fiel
 def test_weights_are_quantised_where_that_is_asked_for(model: Path) -> None:
     parts = load(model, quantization="int8", kv_blocks=40)
     summary = dict(parts.summary)
-    assert summary["computing"] == "float32, quantization int8, cpu, 1 thread"
+    assert summary["computing"] == "float32, quantization int8, cpu, PyTorch, 1 thread"
     assert "before quantisation" in summary["memory"]
 
 

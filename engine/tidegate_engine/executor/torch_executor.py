@@ -59,6 +59,11 @@ class TorchExecutor:
             block_bytes=self._kv_cache.pool[0].nbytes,
         )
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether steps are computed by the CPU's own kernels, not by PyTorch's operations."""
+        return self._model.has_kernels(self._kv_cache.block_size)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out one plan.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.layers import Layers
-from tidegate_engine.model.linear import Linear
+from tidegate_engine.model.linear import BareLinear
 from tidegate_engine.model.openmp import Team
 from tidegate_engine.model.rotary import RotaryTable
 
@@ -46,7 +46,7 @@ class CpuBackend:
 
         return cls(config, team, KernelCompiler(kernel_cache)) if fits(config) else None
 
-    def new_linear(self, weight: Tensor) -> Linear:
+    def new_linear(self, weight: Tensor) -> BareLinear:
         """Lay out a weight [outputs, inputs] in float32."""
         from tidegate_engine.model.cpu_product import PanelLinear, product_kernel
 
@@ -56,7 +56,7 @@ class CpuBackend:
         return PanelLinear(weight, self._products[size], self._team)
 
     def new_forward(
-        self, layers: Layers, rotary: RotaryTable, block_size: int
+        self, layers: Layers[BareLinear], rotary: RotaryTable, block_size: int
     ) -> "CpuForward | None":
         """Compile the kernels for a block size; None = they don't fit it."""
         from tidegate_engine.model.cpu_forward import CpuForward

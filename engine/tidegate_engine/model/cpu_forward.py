@@ -12,6 +12,7 @@ from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.cpu_kernels import CpuKernels
 from tidegate_engine.model.cpu_tables import Workspace
 from tidegate_engine.model.layers import Layers
+from tidegate_engine.model.linear import BareLinear
 from tidegate_engine.model.openmp import Team
 from tidegate_engine.model.rotary import RotaryTable
 
@@ -24,7 +25,7 @@ class CpuForward:
     def __init__(
         self,
         config: LlamaConfig,
-        layers: Layers,
+        layers: Layers[BareLinear],
         rotary: RotaryTable,
         *,
         kernels: CpuKernels,

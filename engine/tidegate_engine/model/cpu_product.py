@@ -33,9 +33,12 @@ from tidegate_engine.model.simd import (
 
 PANEL = 2 * LANES
 
-# As many as registers hold sums for; and as many as stay in a core's cache while panels pass by.
+# As many as registers hold sums for; and as many as stay in a core's cache while panels pass by: a
+# panel is read from memory once for all of them.
 _TILE_ROWS = 12
-_ROWS_PER_TASK = 96
+_MOST_TASK_ROWS = 264
+# With fewer panels for each thread their rows are shared out, so that all threads end together.
+_TASKS_PER_THREAD = 4
 _PANEL_BYTES = 4 * PANEL
 # How far ahead of their use weights are asked for. Memory answers within about that time.
 _PREFETCH_BYTES = 8192
@@ -72,23 +75,32 @@ class PanelLinear:
 
     def multiply_into(self, out: Tensor, rows: Tensor) -> None:
         """Compute the product in `out`; both are contiguous."""
-        num_rows, size = rows.shape
-        num_tasks = len(self._panels) * -(-num_rows // _ROWS_PER_TASK)
-        self._arguments[:5] = (0, 0, num_tasks, num_rows, size)
+        num_rows, num_threads = len(rows), torch.get_num_threads()
+        task_rows = rows_of_task(num_rows, len(self._panels), num_threads)
+        num_tasks = len(self._panels) * -(-num_rows // task_rows)
+        self._arguments[:5] = (0, 0, num_tasks, num_rows, task_rows)
         self._arguments[6] = rows.data_ptr()
         self._arguments[8] = out.data_ptr()
-        self._team.run(self._function, self._arguments.ctypes.data, torch.get_num_threads())
+        self._team.run(self._function, self._arguments.ctypes.data, num_threads)
+
+
+def rows_of_task(num_rows: int, num_panels: int, num_threads: int) -> int:
+    """Return how many rows a thread multiplies with a panel at a time: whole tiles."""
+    num_parts = -(-num_threads * _TASKS_PER_THREAD // num_panels)
+    rows = min(-(-num_rows // num_parts), _MOST_TASK_ROWS)
+    return -(-rows // _TILE_ROWS) * _TILE_ROWS
 
 
 def product_kernel(size: int) -> Callable[[Any], None]:
     """The product of rows with weights for so many inputs.
 
-    Arguments: 2 counters of tickets, number of tasks, of rows, of inputs, of panels, then addresses
-    of the rows [T, inputs], of the panels, and of the output [T, outputs].
+    Arguments: 2 counters of tickets, number of tasks, of rows, of rows a task, of panels, then
+    addresses of the rows [T, inputs], of the panels, and of the output [T, outputs].
     """
 
     def product(arguments: Any) -> None:
-        num_tasks, num_rows, num_panels = arguments[2], arguments[3], arguments[5]
+        num_tasks, num_rows = arguments[2], arguments[3]
+        task_rows, num_panels = arguments[4], arguments[5]
         rows, panels, output = arguments[6], arguments[7], arguments[8]
         step = num_panels * _PANEL_BYTES
         while True:
@@ -96,8 +108,8 @@ def product_kernel(size: int) -> Callable[[Any], None]:
             if task >= num_tasks:
                 break
             panel = task % num_panels
-            first = task // num_panels * _ROWS_PER_TASK
-            end = min(first + _ROWS_PER_TASK, num_rows)
+            first = task // num_panels * task_rows
+            end = min(first + task_rows, num_rows)
             for row in range(first, end, _TILE_ROWS):
                 _multiply_tile(
                     rows + row * (4 * size),

@@ -19,7 +19,7 @@ from tidegate_engine.model.cpu_attention import ROTATED_PER_TASK, TILE_TOKENS, A
 from tidegate_engine.model.cpu_kernels import CpuKernels
 from tidegate_engine.model.cpu_rows import GATED_PER_TASK, NORMED_PER_TASK
 from tidegate_engine.model.layers import Layer, Layers
-from tidegate_engine.model.linear import Linear
+from tidegate_engine.model.linear import BareLinear
 from tidegate_engine.model.openmp import Team
 
 Ints = npt.NDArray[np.int64]
@@ -77,7 +77,7 @@ class Product:
     out: Tensor
 
     @classmethod
-    def allocate(cls, linear: Linear, num_inputs: int, capacity: int) -> "Product":
+    def allocate(cls, linear: BareLinear, num_inputs: int, capacity: int) -> "Product":
         """Reserve memory; the system hands out its pages as they are first used."""
         is_int8 = linear.scales is not None
         return cls(
@@ -86,7 +86,7 @@ class Product:
             out=_zeros((capacity, linear.num_outputs), np.int32 if is_int8 else np.float32),
         )
 
-    def compute(self, linear: Linear, num_rows: int) -> None:
+    def compute(self, linear: BareLinear, num_rows: int) -> None:
         """Multiply the first rows."""
         linear.multiply_into(self.out[:num_rows], self.rows[:num_rows])
 
@@ -101,7 +101,7 @@ class Workspace:
     def __init__(
         self,
         config: LlamaConfig,
-        layers: Layers,
+        layers: Layers[BareLinear],
         turns: Tensor,
         *,
         kernels: CpuKernels,
@@ -176,7 +176,9 @@ class Workspace:
         if self.dequantisation is not None:
             self.dequantisation.begin(num_threads, count, count, address_of(logits))
 
-    def _fill(self, layers: Layers, turns: Tensor, kernels: CpuKernels, team: Team) -> None:
+    def _fill(
+        self, layers: Layers[BareLinear], turns: Tensor, kernels: CpuKernels, team: Team
+    ) -> None:
         each = layers.layers
         count = len(each)
         scratch = address_of(self._scratch)
@@ -227,7 +229,7 @@ class Workspace:
                 *(0, 0, 0, address_of(self._last_scales), address_of(layers.output.scales)),
             )
 
-    def _norm_columns(self, layers: Sequence[Layer]) -> tuple[Column, ...]:
+    def _norm_columns(self, layers: Sequence[Layer[BareLinear]]) -> tuple[Column, ...]:
         """Two calls a layer: before attention, with the last layer's output, and before the MLP."""
         attention_output, down, count = self.attention_output, self.down, len(layers)
         weights = _pairs(
@@ -284,7 +286,9 @@ def address_of(array: Tensor | npt.NDArray[Any] | None) -> int:
     return array.data_ptr() if isinstance(array, Tensor) else int(array.ctypes.data)
 
 
-def _addresses(layers: Sequence[Layer], choose: Callable[[Layer], Tensor | None]) -> Ints:
+def _addresses(
+    layers: Sequence[Layer[BareLinear]], choose: Callable[[Layer[BareLinear]], Tensor | None]
+) -> Ints:
     return np.array([address_of(choose(layer)) for layer in layers], np.int64)
 
 

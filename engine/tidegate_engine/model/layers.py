@@ -2,42 +2,45 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from tidegate_engine.model.linear import Linear
 from tidegate_engine.model.weights import LayerWeights, LlamaWeights
 
-NewLinear = Callable[[Tensor], Linear]
+LinearT = TypeVar("LinearT", bound=Linear, covariant=True)
+
+NewLinear = Callable[[Tensor], LinearT]
 """Lays out a weight [outputs, inputs]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class Layer(Generic[LinearT]):
     """One decoder layer; `model.weights.LayerWeights` says what its tensors are."""
 
     attention_norm: Tensor
-    qkv: Linear
+    qkv: LinearT
     qkv_bias: Tensor | None
     query_norm: Tensor | None
     key_norm: Tensor | None
-    attention_output: Linear
+    attention_output: LinearT
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    gate_up: LinearT
+    down: LinearT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layers:
+class Layers(Generic[LinearT]):
     """All of a model."""
 
     embedding: Tensor
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer[LinearT], ...]
     final_norm: Tensor
-    output: Linear
+    output: LinearT
 
     @classmethod
-    def pack(cls, weights: LlamaWeights, new_linear: NewLinear) -> "Layers":
+    def pack(cls, weights: LlamaWeights, new_linear: NewLinear[LinearT]) -> "Layers[LinearT]":
         """Lay the weights out.
 
         On a CPU what stays as it is is copied: it may lie in a mapped file, of which as much as was
@@ -51,7 +54,7 @@ class Layers:
         )
 
 
-def _pack(layer: LayerWeights, new_linear: NewLinear) -> Layer:
+def _pack(layer: LayerWeights, new_linear: NewLinear[LinearT]) -> Layer[LinearT]:
     return Layer(
         attention_norm=_own(layer.attention_norm),
         qkv=new_linear(layer.qkv),

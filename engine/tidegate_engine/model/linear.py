@@ -23,28 +23,29 @@ class Linear(Protocol):
         """Columns of the product."""
         ...
 
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Return the product [T, outputs] of rows [T, inputs], both in the model's dtype."""
+        ...
+
+
+class BareLinear(Linear, Protocol):
+    """One that the CPU's kernels can use."""
+
     @property
     def scales(self) -> Tensor | None:
         """Of each output [outputs] in float32, where `multiply_into` works in 8 bits."""
         ...
 
-    def multiply(self, rows: Tensor) -> Tensor:
-        """Return the product [T, outputs] of rows [T, inputs], both in the model's dtype."""
-        ...
-
     def multiply_into(self, out: Tensor, rows: Tensor) -> None:
         """Compute the bare product: of 8-bit rows, as 32-bit sums, where there are scales.
 
-        What the CPU's kernels call. A row's product is the same to the last bit whatever the other
-        rows are.
+        A row's product is the same to the last bit whatever the other rows are.
         """
         ...
 
 
 class DenseLinear:
     """In the weight's own dtype."""
-
-    scales: Tensor | None = None
 
     def __init__(self, weight: Tensor) -> None:
         """Keep a weight [outputs, inputs]."""
@@ -54,10 +55,6 @@ class DenseLinear:
     def multiply(self, rows: Tensor) -> Tensor:
         """Return the product."""
         return torch.mm(rows, self._weight)
-
-    def multiply_into(self, out: Tensor, rows: Tensor) -> None:
-        """Compute the product in `out`."""
-        torch.mm(rows, self._weight, out=out)
 
 
 class UnsupportedProductError(ValueError):

@@ -3,6 +3,8 @@
 Tokens of all rows lie one after the other; only attention knows which belong together.
 """
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from tidegate_engine.model.batch import Batch
 from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.cpu import CpuBackend
-from tidegate_engine.model.layers import Layers, NewLinear
+from tidegate_engine.model.layers import Layers
 from tidegate_engine.model.linear import DenseLinear, Int8Linear, Quantization
 from tidegate_engine.model.portable import PortableForward
 from tidegate_engine.model.rotary import RotaryTable
@@ -56,24 +58,33 @@ class Llama:
             kernel_cache: Where compiled kernels are kept between processes; None = nowhere.
         """
         self.config = config
-        self._cpu = CpuBackend.find(config, weights.embedding, kernel_cache)
-        new_linear: NewLinear = DenseLinear if self._cpu is None else self._cpu.new_linear
-        if quantization == "int8":
-            new_linear = Int8Linear
-        self._layers = Layers.pack(weights, new_linear)
-        self._rotary = RotaryTable.of(config, self._layers.embedding)
-        self._portable = PortableForward(config, self._layers, self._rotary)
+        cpu = CpuBackend.find(config, weights.embedding, kernel_cache)
+        is_int8 = quantization == "int8"
+        self._new_kernels: Callable[[int], ForwardPass | None] = _no_kernels
+        if cpu is None:
+            layers = Layers.pack(weights, Int8Linear if is_int8 else DenseLinear)
+            rotary = RotaryTable.of(config, layers.embedding)
+        else:
+            bare = Layers.pack(weights, Int8Linear if is_int8 else cpu.new_linear)
+            layers, rotary = bare, RotaryTable.of(config, bare.embedding)
+            self._new_kernels = partial(cpu.new_forward, bare, rotary)
+        self._portable = PortableForward(config, layers, rotary)
         self._by_block_size: dict[int, ForwardPass] = {}
 
     def forward(self, batch: Batch, pool: Tensor) -> Tensor:
         """Compute a step."""
-        block_size = pool.shape[3]
-        if block_size not in self._by_block_size:
-            self._by_block_size[block_size] = self._choose(block_size)
-        return self._by_block_size[block_size].forward(batch, pool)
+        return self._for_blocks(pool.shape[3]).forward(batch, pool)
 
-    def _choose(self, block_size: int) -> ForwardPass:
-        kernels = None
-        if self._cpu is not None:
-            kernels = self._cpu.new_forward(self._layers, self._rotary, block_size)
-        return self._portable if kernels is None else kernels
+    def has_kernels(self, block_size: int) -> bool:
+        """Whether steps with blocks of this size are computed by kernels of our own."""
+        return self._for_blocks(block_size) is not self._portable
+
+    def _for_blocks(self, block_size: int) -> ForwardPass:
+        if block_size not in self._by_block_size:
+            kernels = self._new_kernels(block_size)
+            self._by_block_size[block_size] = self._portable if kernels is None else kernels
+        return self._by_block_size[block_size]
+
+
+def _no_kernels(_block_size: int) -> None:
+    """What machines without kernels have for any block size."""

@@ -8,13 +8,14 @@ from tidegate_engine.model.batch import Batch
 from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.cuda_attention import Attentions
 from tidegate_engine.model.layers import Layer, Layers
+from tidegate_engine.model.linear import Linear
 from tidegate_engine.model.rotary import RotaryTable
 
 
 class PortableForward:
     """A `ForwardPass` without kernels of its own."""
 
-    def __init__(self, config: LlamaConfig, layers: Layers, rotary: RotaryTable) -> None:
+    def __init__(self, config: LlamaConfig, layers: Layers[Linear], rotary: RotaryTable) -> None:
         self._config = config
         self._layers = layers
         self._rotary = rotary
@@ -39,7 +40,7 @@ class PortableForward:
         return functional.rms_norm(hidden, weight.shape, weight, self._config.rms_norm_epsilon)
 
     def _project(
-        self, layer: Layer, turn: RotaryTable, hidden: Tensor
+        self, layer: Layer[Linear], turn: RotaryTable, hidden: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [T, H, D] and keys [T, K, D], rotated, and values [T, K, D]."""
         projected = layer.qkv.multiply(hidden)
@@ -55,6 +56,6 @@ class PortableForward:
         return rotated[:, :num_queries], rotated[:, num_queries:], heads[:, -num_kv_heads:]
 
 
-def _mlp(layer: Layer, hidden: Tensor) -> Tensor:
+def _mlp(layer: Layer[Linear], hidden: Tensor) -> Tensor:
     gate, up = layer.gate_up.multiply(hidden).chunk(2, dim=-1)
     return layer.down.multiply(functional.silu(gate) * up)

@@ -12,8 +12,9 @@ from tidegate_engine.core.plan import PlanRow
 from tidegate_engine.model.batch import Batch, build_batch
 from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.cpu import CpuBackend
+from tidegate_engine.model.cpu_product import rows_of_task
 from tidegate_engine.model.layers import Layers
-from tidegate_engine.model.linear import DenseLinear, Int8Linear, Quantization
+from tidegate_engine.model.linear import Int8Linear, Quantization
 from tidegate_engine.model.llama import ForwardPass
 from tidegate_engine.model.portable import PortableForward
 from tidegate_engine.model.rotary import RotaryTable
@@ -188,9 +189,9 @@ def test_rows_that_only_pass_by_get_no_logits(cache: Path) -> None:
 def test_sizes_that_are_no_multiple_of_16_are_left_to_pytorch(cache: Path) -> None:
     assert CpuBackend.find(TINY, torch.empty(0), cache) is None
     backend = CpuBackend.find(GROUPED, torch.empty(0), cache)
-    layers = Layers.pack(tiny_model(GROUPED).weights, DenseLinear)
-    rotary = RotaryTable.of(GROUPED, layers.embedding)
     assert backend is not None
+    layers = Layers.pack(tiny_model(GROUPED).weights, backend.new_linear)
+    rotary = RotaryTable.of(GROUPED, layers.embedding)
     assert backend.new_forward(layers, rotary, block_size=8) is None
 
 
@@ -207,7 +208,7 @@ def test_other_dtypes_are_left_to_pytorch(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("num_rows", [1, 2, 11, 12, 13, 97, 200])
+@pytest.mark.parametrize("num_rows", [1, 2, 11, 12, 13, 97, 200, 300])
 def test_a_product_is_the_plain_one_bit_for_bit_alone(
     num_rows: int, num_threads: int, cache: Path
 ) -> None:
@@ -225,6 +226,13 @@ def test_a_product_is_the_plain_one_bit_for_bit_alone(
     assert torch.equal(product, alone)
     exact = rows.double() @ weight.double().T
     assert torch.allclose(product.double(), exact, rtol=0, atol=2e-5)
+
+
+def test_rows_are_shared_out_where_there_are_too_few_panels_for_the_threads() -> None:
+    assert rows_of_task(256, num_panels=18, num_threads=2) >= 256
+    assert rows_of_task(256, num_panels=18, num_threads=8) == 132
+    assert rows_of_task(1000, num_panels=96, num_threads=2) == 264
+    assert rows_of_task(1, num_panels=1, num_threads=8) == 12
 
 
 def test_compiled_kernels_are_kept_for_the_next_process(cache: Path) -> None:
