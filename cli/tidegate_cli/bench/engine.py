@@ -59,6 +59,9 @@ class EngineSettings:
         peers: URLs of OpenAI-compatible servers that get the same workload.
         executor: `simulated` is for trying the benchmark itself.
         max_num_seqs: Most requests of W in one step.
+        max_batched_tokens: Most tokens in one step.
+        poisson_itl_seconds: What the policy promises between two tokens while arrivals are Poisson;
+            the engine bounds the prompts in a step by it. At once W has no such target.
         max_requests: Of W; the first ones.
         max_output_tokens: Longer outputs of W are cut.
         rate: Poisson arrivals of W, in requests a second.
@@ -76,6 +79,8 @@ class EngineSettings:
     peers: tuple[str, ...] = ()
     executor: str = "torch"
     max_num_seqs: int = 64
+    max_batched_tokens: int = 512
+    poisson_itl_seconds: float = 0.15
     max_requests: int = 64
     max_output_tokens: int = 256
     rate: float = 1.0
@@ -112,6 +117,7 @@ class EngineSettings:
             "TIDEGATE_QUANTIZATION": self.quantization,
             "TIDEGATE_THREADS": str(self.num_threads),
             "TIDEGATE_MAX_NUM_SEQS": str(self.max_num_seqs),
+            "TIDEGATE_MAX_BATCHED_TOKENS": str(self.max_batched_tokens),
             "TIDEGATE_KV_BLOCKS": str(_KV_BLOCKS),
         }
 
@@ -178,7 +184,7 @@ class EngineBench:
         return served, continuous
 
     async def _serve_w(self, engine: EngineProcess, client: StreamingClient) -> ServedFigures:
-        requests = self._burst()
+        settings, requests = self._settings, self._burst()
         self._tell(f"W at once: {len(requests)} requests")
         first, cpu_first = await engine.metrics(), CpuTimes.read(engine.pid)
         burst = await client.run(requests)
@@ -187,6 +193,9 @@ class EngineBench:
         if steps.cached_tokens:
             raise BenchError(f"{steps.cached_tokens} prompt tokens came from the prefix cache")
         self._tell(f"{burst.output_tokens_per_s:.1f} output tokens/s; now W as Poisson arrivals")
+        await engine.obeys(
+            self._tenant.publish(settings.max_num_seqs, itl_seconds=settings.poisson_itl_seconds)
+        )
         poisson = await client.run(self._writer.write(self._lengths))
         return ServedFigures(
             burst=burst,
@@ -196,7 +205,7 @@ class EngineBench:
                 cpu_first,
                 cpu_last,
                 seconds=burst.seconds,
-                num_compute_threads=self._settings.num_threads,
+                num_compute_threads=settings.num_threads,
             ),
             resident_mb=peak_resident_mb(engine.pid),
         )

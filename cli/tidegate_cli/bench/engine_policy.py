@@ -1,18 +1,21 @@
 """The policy that engines are measured under: one tenant may have everything."""
 
-from tidegate_policies.rules import BatchingRule, TenantRule, TierRule, WatermarkRule
+from tidegate_policies.rules import BatchingRule, ServiceRule, TenantRule, TierRule, WatermarkRule
 from tidegate_policies.snapshot import PolicySnapshot
 
 POOL = "bench/engine"
 BENCH_TENANT = "bench"
 
 
-def everything_for_one_tenant(max_num_seqs: int, *key_digests: str) -> PolicySnapshot:
+def everything_for_one_tenant(
+    max_num_seqs: int, *key_digests: str, itl_seconds: float | None = None
+) -> PolicySnapshot:
     """Return the policy, with a bound of its own on the batch.
 
     Args:
         max_num_seqs: Most requests in one step.
         key_digests: SHA-256 (hex) of the tenant's API keys.
+        itl_seconds: The tenant's target of the time between two tokens.
     """
     return PolicySnapshot.of(
         POOL,
@@ -25,6 +28,7 @@ def everything_for_one_tenant(max_num_seqs: int, *key_digests: str) -> PolicySna
                 # All KV up to the low watermark, so that nothing is borrowed.
                 kv_nominal_percent=WatermarkRule().low_percent,
                 key_digests=key_digests,
+                service=ServiceRule(itl_seconds=itl_seconds),
             )
         ],
         batching=BatchingRule(max_num_seqs=max_num_seqs),

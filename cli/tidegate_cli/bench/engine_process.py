@@ -23,6 +23,7 @@ from tidegate_devcluster.processes import Child, Lifeline, free_port
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_operator.keys import public_key_text, signer
 from tidegate_policies.envelope import seal
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_policies.wire import envelope_key, wake_channel
 
 START_SECONDS = 120.0
@@ -64,12 +65,18 @@ class OneTenant:
             with RedisServer(root / "redis", assets, lifeline=lifeline) as redis:
                 yield cls(redis_url=redis.url, folder=root, lifeline=lifeline)
 
-    def publish(self, max_num_seqs: int) -> int:
-        """Deliver a policy with this bound of a batch; returns its revision."""
-        self.revision += 1
+    def publish(self, max_num_seqs: int, *, itl_seconds: float | None = None) -> int:
+        """Deliver a policy with this bound of a batch and this target; returns its revision."""
         digest = hashlib.sha256(self.key.encode()).hexdigest()
+        return self.deliver(
+            everything_for_one_tenant(max_num_seqs, digest, itl_seconds=itl_seconds)
+        )
+
+    def deliver(self, policy: PolicySnapshot) -> int:
+        """Deliver a policy of `POOL`; returns its revision."""
+        self.revision += 1
         envelope = seal(
-            everything_for_one_tenant(max_num_seqs, digest),
+            policy,
             pool_uid="bench",
             revision=self.revision,
             issued_at=_ISSUED_AT,
