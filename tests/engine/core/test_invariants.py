@@ -1,5 +1,7 @@
 """Any order of arrivals, steps, cancels, policies, failures and copies keeps all invariants."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -22,13 +24,19 @@ HAPPENED = (
 )
 """What has to happen, or the search has gone astray."""
 
+OFTEN = ("rows", "copies", "preempted displaced", "resumed borrowing", "admitted within_nominal")
+"""Of that, what happens dozens of times in few runs, too.
+
+What is drawn varies even without randomness: hypothesis draws constants, too, that it finds in the
+source of the modules that happen to be imported. The rest is up to the driver, which doesn't.
+"""
+
 
 @pytest.mark.parametrize(
     ("machine", "examples", "steps", "rules", "must_happen"),
     [
         pytest.param(SchedulerMachine, 180, 50, 7000, HAPPENED, id="any-policy"),
-        # Few runs, however long, needn't meet everything.
-        pytest.param(SchedulerMachine, 55, 150, 6000, (), id="any-policy-for-long"),
+        pytest.param(SchedulerMachine, 55, 150, 6000, OFTEN, id="any-policy-for-long"),
         pytest.param(QuietMachine, 180, 50, 7000, HAPPENED, id="kv-alone"),
     ],
 )
@@ -53,6 +61,15 @@ def test_no_order_of_events_breaks_an_invariant(
     )
     assert watched.rules_run.total() >= rules
     assert [name for name in must_happen if not watched.happened[name]] == []
+
+
+def test_long_runs_meet_everything_and_break_no_invariant() -> None:
+    happened = Counter[str]()
+    for seed in range(24):
+        driver = RandomDriver(seed, given=(), drawn=ANY, checks_books=False)
+        driver.run(150)
+        happened += driver.world.happened
+    assert [name for name in HAPPENED if happened[name] < 3] == []
 
 
 def plans_of(seed: int, *, repeats_policy: bool) -> list[StepPlan]:
