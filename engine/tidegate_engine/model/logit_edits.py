@@ -5,7 +5,9 @@ addressed as places in the logits laid out as one row, `row * V + token`.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,11 +45,10 @@ class _Places:
     def __init__(self, tokens: Sequence[Sequence[int]], flat: Tensor, vocabulary: int) -> None:
         lengths = [len(of_row) for of_row in tokens]
         self._lengths = torch.tensor(lengths, device=flat.device)
-        ids = torch.tensor(
-            [token for of_row in tokens for token in of_row], dtype=torch.int64, device=flat.device
-        )
+        # By NumPy, which reads a list of numbers several times as fast as PyTorch.
+        ids = np.fromiter(chain.from_iterable(tokens), np.int64, count=sum(lengths))
         starts = torch.arange(len(tokens), device=flat.device) * vocabulary
-        self.index = ids + self.spread(starts)
+        self.index = torch.from_numpy(ids).to(flat.device) + self.spread(starts)
 
     def spread(self, of_rows: Tensor) -> Tensor:
         """Repeat a value of each row for each of its tokens."""
