@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import subprocess
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,15 @@ import pytest
 from tidegate_devcluster.assets import Assets
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_testing.cluster import RunningCluster, eventually
-from tidegate_testing.helm import CHART, CRD_CHART, Helm, Manifest, acl_rules, listed
+from tidegate_testing.helm import (
+    CHART,
+    CRD_CHART,
+    Helm,
+    Manifest,
+    acl_rules,
+    listed,
+    written_commands,
+)
 from tidegate_testing.operator_process import a_key_secret, a_policy
 
 pytestmark = pytest.mark.cluster
@@ -24,51 +35,85 @@ pytestmark = pytest.mark.cluster
 PREVIOUS = "0.0.9"
 """As the chart's version and its images' tag; the cluster's table knows both."""
 
+NAMESPACE = "tidegate"
 NUM_POLICIES = 97
 KEY = "swordfish"
 WAIT = ("--wait", "--timeout=4m")
+VALUES: dict[str, Any] = {
+    "operator": {"apiKeyNamespaces": [NAMESPACE]},
+    "redis": {"enabled": False},
+    "externalRedis": {
+        "operatorUrl": {"secretName": "redis-operator"},
+        "engineUrl": {"secretName": "redis-engine"},
+    },
+    "enginePools": [
+        {
+            "name": "chat",
+            "replicas": 2,
+            "drainSeconds": 3,
+            "preStopSeconds": 1,
+            "env": {"TIDEGATE_EXECUTOR": "simulated"},
+        }
+    ],
+}
 
 
-@pytest.fixture(scope="module")
-def helm(
-    assets: Assets, full_cluster: RunningCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Helm:
-    home = tmp_path_factory.mktemp("helm")
-    installing = Helm(assets.tool("helm"), home, full_cluster.kubeconfig)
-    # Other tests may have put the definitions there by kubectl.
-    installing(
-        *("upgrade", "--install", "crds", str(CRD_CHART), "--namespace=default"),
-        *("--take-ownership", "--force-conflicts"),
-    )
-    return installing
+class Administrator:
+    """Types the commands of docs/install.md, in a folder like a checkout.
+
+    Attributes:
+        folder: Has the charts as `charts`.
+    """
+
+    def __init__(self, cluster: RunningCluster, helm: Helm, folder: Path) -> None:
+        self.folder = folder
+        programs = folder / "bin"
+        programs.mkdir(parents=True)
+        (programs / "helm").symlink_to(helm.path)
+        (programs / "kubectl").symlink_to(cluster.cluster.kubectl.path)
+        self._environment = helm.environment | {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "KUBECONFIG": str(cluster.kubeconfig),
+        }
+
+    def follow(self, section: str) -> None:
+        """Do what the section says; each command must succeed."""
+        for command in written_commands(section):
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=self.folder,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
 @pytest.fixture
-def restricted(full_cluster: RunningCluster) -> str:
-    """A namespace where pods run under Pod Security `restricted` or not at all."""
-    name = full_cluster.fresh_namespace()
-    label = "pod-security.kubernetes.io/enforce=restricted"
-    full_cluster.kubectl("label", "namespace", name, label)
-    return name
+def administrator(
+    assets: Assets, full_cluster: RunningCluster, previous: Path, tmp_path: Path
+) -> Administrator:
+    helm = Helm(assets.tool("helm"), tmp_path / "helm")
+    return Administrator(full_cluster, helm, previous)
 
 
-@pytest.fixture
+@contextmanager
 def external_redis(
-    helm: Helm, assets: Assets, full_cluster: RunningCluster, restricted: str, tmp_path: Path
+    helm: Helm, assets: Assets, cluster: RunningCluster, folder: Path
 ) -> Iterator[None]:
-    """A Redis beside the cluster, with the chart's users; their URLs are in two Secrets.
+    """Run a Redis beside the cluster, with the chart's users; their URLs are in two Secrets.
 
     Pods have no cluster DNS here, so they can't find the chart's own by its name.
     """
     words = {user: uuid.uuid4().hex for user in ("operator", "engine")}
     hashes = {user: hashlib.sha256(word.encode()).hexdigest() for user, word in words.items()}
     users = acl_rules(helm.render(), hashes)
-    address = full_cluster.host_address
-    with RedisServer(tmp_path, assets, addresses=[address], users=users) as server:
+    with RedisServer(folder, assets, addresses=[cluster.host_address], users=users) as server:
         for user, word in words.items():
             url = server.url_for(username=user, password=word)
-            full_cluster.kubectl(
-                *("create", "secret", "generic", f"redis-{user}", "-n", restricted),
+            cluster.kubectl(
+                *("create", "secret", "generic", f"redis-{user}", "-n", NAMESPACE),
                 f"--from-literal=url={url}",
             )
         yield
@@ -76,31 +121,18 @@ def external_redis(
 
 @pytest.fixture
 def previous(tmp_path: Path) -> Path:
-    """The chart as if it had been released before."""
-    folder = tmp_path / "previous" / "tidegate"
-    shutil.copytree(CHART, folder)
-    chart = (folder / "Chart.yaml").read_text()
-    (folder / "Chart.yaml").write_text(chart.replace("ersion: 0.1.0", f"ersion: {PREVIOUS}"))
+    """A checkout whose charts are as if they had been released before."""
+    folder = tmp_path / "checkout"
+    for path in (CHART, CRD_CHART):
+        copied = folder / "charts" / path.name
+        shutil.copytree(path, copied)
+        chart = (copied / "Chart.yaml").read_text()
+        (copied / "Chart.yaml").write_text(chart.replace("ersion: 0.1.0", f"ersion: {PREVIOUS}"))
     return folder
 
 
-def values_for(namespace: str) -> dict[str, Any]:
-    pool = {
-        "name": "chat",
-        "replicas": 2,
-        "drainSeconds": 3,
-        "preStopSeconds": 1,
-        "env": {"TIDEGATE_EXECUTOR": "simulated"},
-    }
-    return {
-        "operator": {"apiKeyNamespaces": [namespace]},
-        "redis": {"enabled": False},
-        "externalRedis": {
-            "operatorUrl": {"secretName": "redis-operator"},
-            "engineUrl": {"secretName": "redis-engine"},
-        },
-        "enginePools": [pool],
-    }
+def images(version: str) -> set[str]:
+    return {f"tidegate/{part}:{version}" for part in ("operator", "engine")}
 
 
 def stored_objects() -> list[Manifest]:
@@ -189,56 +221,49 @@ class Release:
             return int(response.status)
 
 
-@pytest.mark.usefixtures("external_redis")
 def test_release_is_installed_upgraded_rolled_back_and_removed_and_no_policy_is_lost(
     helm: Helm,
+    assets: Assets,
     full_cluster: RunningCluster,
-    restricted: str,
-    previous: Path,
+    administrator: Administrator,
+    tmp_path: Path,
 ) -> None:
-    release, values = Release(full_cluster, restricted), values_for(restricted)
-    here = f"--namespace={restricted}"
-    helm("install", "tidegate", str(previous), here, *WAIT, values=values)
-    assert release.images() == {f"tidegate/{part}:{PREVIOUS}" for part in ("operator", "engine")}
-    full_cluster.kubectl("apply", "-n", restricted, "-f", "-", input=listed(stored_objects()))
-    release.wait_until_all_is_in_force()
-    assert release.answer() == 200
-    before, credentials = release.identities(), release.credentials()
-    assert len(before) == NUM_POLICIES + 3
-    assert set(credentials) == {f"tidegate-{part}" for part in ("operator", "engine", "redis")}
-    revision = release.revision()
+    release = Release(full_cluster, NAMESPACE)
+    administrator.follow("Prepare")
+    (administrator.folder / "values.yaml").write_text(json.dumps(VALUES))
+    with external_redis(helm, assets, full_cluster, tmp_path / "redis"):
+        administrator.follow("Install")
+        assert release.images() == images(PREVIOUS)
+        full_cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", input=listed(stored_objects()))
+        release.wait_until_all_is_in_force()
+        assert release.answer() == 200
+        before, credentials = release.identities(), release.credentials()
+        assert len(before) == NUM_POLICIES + 3
+        assert set(credentials) == {"tidegate-operator", "tidegate-engine", "tidegate-redis"}
+        revision = release.revision()
 
-    helm("upgrade", "tidegate", str(CHART), here, *WAIT, values=values)
-    assert release.images() == {f"tidegate/{part}:0.1.0" for part in ("operator", "engine")}
-    release.wait_until_all_is_in_force()
-    assert release.answer() == 200
-    assert (release.identities(), release.credentials()) == (before, credentials)
-    assert release.revision() == revision
+        shutil.rmtree(administrator.folder / "charts")
+        (administrator.folder / "charts").symlink_to(CHART.parent)
+        for section, version in (("Upgrade", "0.1.0"), ("Roll back", PREVIOUS)):
+            administrator.follow(section)
+            assert release.images() == images(version)
+            release.wait_until_all_is_in_force()
+            assert release.answer() == 200
+            assert (release.identities(), release.credentials()) == (before, credentials)
+            assert release.revision() == revision
 
-    helm("rollback", "tidegate", "1", here, *WAIT)
-    release.wait_until_all_is_in_force()
-    assert release.answer() == 200
-    assert (release.identities(), release.credentials()) == (before, credentials)
-    assert release.revision() == revision
-
-    helm("uninstall", "tidegate", here, *WAIT)
-    kinds = "deploy,pod,svc,epool,sa,role,rolebinding,lease,job,pdb,netpol"
-    label = "app.kubernetes.io/instance=tidegate"
-    # Helm waits for what it made; the pods of its Deployments take their grace.
-    eventually(lambda: not release.get(kinds, "-l", label), "the end of the release")
-    policies = release.get("tp")
-    assert len(policies) == NUM_POLICIES
-    # Nobody is left to clear a finalizer: there must be none.
-    full_cluster.kubectl(
-        *("delete", "tp,slo,ppol", "--all", "-n", restricted, "--wait", "--timeout=30s")
-    )
-    full_cluster.kubectl("delete", "namespace", restricted, "--wait", "--timeout=60s")
-    assert release.credentials() == {}
+        # Ends with the namespace and the definitions: nothing may wait for a finalizer.
+        administrator.follow("Uninstall")
+    assert "tidegate.io" not in full_cluster.kubectl("get", "crd").stdout
 
 
 def test_redis_of_the_chart_runs_and_knows_the_passwords_that_were_made(
-    helm: Helm, full_cluster: RunningCluster, restricted: str
+    assets: Assets, full_cluster: RunningCluster, tmp_path: Path
 ) -> None:
+    helm = Helm(assets.tool("helm"), tmp_path / "helm", full_cluster.kubeconfig)
+    restricted = full_cluster.fresh_namespace()
+    label = "pod-security.kubernetes.io/enforce=restricted"
+    full_cluster.kubectl("label", "namespace", restricted, label)
     values = {"operator": {"replicas": 0}}
     helm("install", "own", str(CHART), f"--namespace={restricted}", *WAIT, values=values)
     release = Release(full_cluster, restricted)
@@ -263,4 +288,9 @@ def test_redis_of_the_chart_runs_and_knows_the_passwords_that_were_made(
     assert full_cluster.log("default", "caller", "caller") == "True\nrefused\n"
     full_cluster.kubectl("delete", "pod", "caller", "-n", "default")
     helm("uninstall", "own", f"--namespace={restricted}", *WAIT)
+    kinds = "deploy,pod,svc,sa,role,rolebinding,lease,job,pdb,netpol"
+    of_release = ("-l", "app.kubernetes.io/instance=own")
+    # Helm waits for what it made; the pods of its Deployments take their grace.
+    eventually(lambda: not release.get(kinds, *of_release), "the end of the release")
+    assert len(release.credentials()) == 3
     full_cluster.kubectl("delete", "namespace", restricted, "--wait=false")

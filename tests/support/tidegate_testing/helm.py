@@ -19,14 +19,23 @@ Values = Mapping[str, Any]
 CHARTS = Path(__file__).resolve().parents[3] / "charts"
 CHART = CHARTS / "tidegate"
 CRD_CHART = CHARTS / "tidegate-crds"
+INSTALL_PAGE = CHARTS.parent / "docs" / "install.md"
 
 
 class Helm:
-    """Runs Helm with folders of its own; against a cluster where it is given one."""
+    """Runs Helm with folders of its own; against a cluster where it is given one.
+
+    Attributes:
+        path: The program.
+        environment: What it is run with.
+    """
 
     def __init__(self, tool: Tool, home: Path, kubeconfig: Path | None = None) -> None:
-        self._tool = tool
-        self._home = home
+        self.path = tool.path
+        folders = ("CACHE", "CONFIG", "DATA")
+        self.environment = os.environ | {
+            f"HELM_{name}_HOME": str(home / name.lower()) for name in folders
+        }
         self._kubeconfig = kubeconfig
 
     def __call__(
@@ -39,13 +48,12 @@ class Helm:
         own = [] if self._kubeconfig is None else [f"--kubeconfig={self._kubeconfig}"]
         given = [] if values is None else ["--values=-"]
         done = subprocess.run(
-            [str(self._tool.path), *arguments, *own, *given],
+            [str(self.path), *arguments, *own, *given],
             input=json.dumps(values or {}),
             capture_output=True,
             text=True,
             check=False,
-            env=os.environ
-            | {f"HELM_{name}_HOME": str(self._home / name.lower()) for name in _FOLDERS},
+            env=self.environment,
         )
         assert not check or done.returncode == 0, done.stderr
         return done
@@ -68,7 +76,13 @@ class Helm:
         return [found for found in yaml.safe_load_all(done.stdout) if found]
 
 
-_FOLDERS = ("CACHE", "CONFIG", "DATA")
+def written_commands(section: str) -> list[str]:
+    """Return the commands under a heading of docs/install.md, in order."""
+    text = INSTALL_PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    assert text, f"docs/install.md has no section {section!r}"
+    # Only what is indented by four spaces is a command; files are in fences.
+    outside = "".join(text.split("```")[::2])
+    return [line.strip() for line in outside.splitlines() if line.startswith("    ")]
 
 
 def only(objects: Sequence[Manifest], kind: str, name: str) -> Manifest:
