@@ -198,7 +198,7 @@ def isolation(  # noqa: PLR0917 - typer passes options by name
     quick: Quick = False,
 ) -> None:
     """Measure what one tenant notices of the others, under our policy and under plainer ones."""
-    settings = IsolationSettings(fleet=fleet, traces=traces, seed=seed)
+    settings = replace(IsolationSettings.of_fleet(fleet), traces=traces, seed=seed)
     if side:
         settings = replace(settings, sides=tuple(dict.fromkeys(side)))
     if quick:

@@ -6,7 +6,8 @@ All sides run on the same engines with the product's own scheduler, one after th
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -31,6 +32,8 @@ from tidegate_cli.bench.isolation_plan import (
 from tidegate_cli.bench.isolation_policy import TIDEGATE, Side, SideName, side_of
 from tidegate_cli.bench.isolation_report import IsolationFigures, print_figures
 from tidegate_cli.bench.isolation_simulated import SCALE, SimulatedGround
+from tidegate_cli.bench.isolation_torch import SCALE as TORCH_SCALE
+from tidegate_cli.bench.isolation_torch import shortened, torch_ground
 from tidegate_cli.bench.plots import plot_isolation, require_plotting
 from tidegate_cli.bench.result import BenchResult
 from tidegate_cli.traces import summarize_lengths
@@ -54,7 +57,8 @@ class IsolationSettings:
         shape: Of the simulated fleet.
         honouring_engines: Simulated engines whose refused clients come back.
         honouring_seconds: How long these are overloaded.
-        scale: Of the simulated fleet's runs.
+        scale: Of the runs.
+        executor: Of the torch fleet; `simulated` is for trying the benchmark itself.
         seed: Draws where in the record each tenant begins, which engine each request is sent to,
             and when clients hang up.
     """
@@ -66,10 +70,26 @@ class IsolationSettings:
     honouring_engines: int = 2
     honouring_seconds: float = 60.0
     scale: Scale = SCALE
+    executor: str = "torch"
     seed: int = 1
+
+    @classmethod
+    def of_fleet(cls, fleet: str) -> "IsolationSettings":
+        """Return the settings of one of the fleets."""
+        return cls(fleet=fleet, scale=TORCH_SCALE if fleet == TORCH else SCALE)
 
     def quick(self) -> "IsolationSettings":
         """Return the same with few engines and short runs."""
+        if self.fleet == TORCH:
+            scale = replace(
+                self.scale,
+                gold_ttft_seconds=0.5,
+                lead_in_seconds=0.5,
+                seconds=2.0,
+                misbehaving_seconds=1.5,
+                queued=500,
+            )
+            return replace(self, scale=scale)
         scale = replace(
             self.scale, lead_in_seconds=3.0, seconds=7.0, misbehaving_seconds=7.0, queued=1000
         )
@@ -206,6 +226,15 @@ class IsolationBench:
         )
 
 
+@asynccontextmanager
+async def _ground(settings: IsolationSettings, traffic: Traffic) -> AsyncIterator[Ground]:
+    if settings.fleet == SIMULATED:
+        yield SimulatedGround(settings.shape, traffic)
+        return
+    async with torch_ground(traffic, seed=settings.seed, executor=settings.executor) as ground:
+        yield ground
+
+
 async def run_isolation(
     console: Console,
     *,
@@ -228,16 +257,19 @@ async def run_isolation(
         progress(f"[{time.monotonic() - began:6.1f} s] {line}")
 
     recorded = load_trace(TRACE, settings.traces)
+    factors: dict[str, float] = {}
+    if settings.fleet == TORCH:
+        recorded, factors = shortened(recorded)
     traffic = Traffic(recorded, seed=settings.seed)
-    ground = SimulatedGround(settings.shape, traffic)
-    figures = await IsolationBench(settings, ground, traffic, tell).run()
+    async with _ground(settings, traffic) as ground:
+        figures = await IsolationBench(settings, ground, traffic, tell).run()
     described = {
         **asdict(settings),
         **ground.describe(),
         "trace": TRACE,
         "traces": str(settings.traces or "shipped"),
         "tiers": "our own labelling: the record knows none",
-        "lengths": asdict(summarize_lengths(recorded)),
+        "lengths": {**asdict(summarize_lengths(recorded)), **factors},
     }
     print_figures(console, figures, described)
     if json_file is not None:

@@ -59,6 +59,7 @@ class Planned:
             = never.
         leaves_after_seconds: Its client hangs up then, whatever has come; None = never.
         is_read: Whether its client reads what it is sent.
+        choices: Answers that are asked for at once; each is queued by itself.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class Planned:
     patience_seconds: float | None = None
     leaves_after_seconds: float | None = None
     is_read: bool = True
+    choices: int = 1
 
 
 class Traffic:

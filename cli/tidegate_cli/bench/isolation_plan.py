@@ -24,7 +24,8 @@ class Scale:
         lead_in_seconds: Before anything is counted.
         seconds: Counted, of each side.
         misbehaving_seconds: Counted, with each way of misbehaving.
-        queued: Requests that a tenant sends at once to misbehave.
+        queued: Requests that a tenant queues at once to misbehave.
+        queued_choices: How many of these it sends in one call.
         huge_prompt_tokens: Of each of its huge prompts.
         unread_output_tokens: That it asks for and never reads.
     """
@@ -36,6 +37,7 @@ class Scale:
     queued: int
     huge_prompt_tokens: int
     unread_output_tokens: int
+    queued_choices: int = 1
 
 
 def overloaded(scale: Scale) -> list[Label]:
@@ -126,10 +128,11 @@ def misbehave(
     """
     begin, seconds = scale.lead_in_seconds, scale.misbehaving_seconds
     if way == QUEUED:
-        rate = scale.queued / seconds
-        many = traffic.requests_of(rogue, rate=rate, seconds=seconds)
+        choices = scale.queued_choices
+        many = traffic.requests_of(rogue, rate=scale.queued / choices / seconds, seconds=seconds)
         return [
-            replace(one, request_id=f"{way}-{one.request_id}", at_seconds=begin) for one in many
+            replace(one, request_id=f"{way}-{one.request_id}", at_seconds=begin, choices=choices)
+            for one in many
         ]
     loads = {HUGE: 0.5, HANGS_UP: 4.0, NEVER_READS: 1.0}
     rng = random.Random(f"{seed}/{way}")

@@ -4,9 +4,10 @@ So all have chunked prefill, the prefix cache and the same KV: what differs is w
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from tidegate_cli.bench.engine_policy import POOL
 from tidegate_cli.bench.isolation_load import BRONZE, TIER_VALUES, Label
 from tidegate_policies.rules import PreemptionRule, ServiceRule, TenantRule, TierRule, WatermarkRule
 from tidegate_policies.snapshot import PolicySnapshot
@@ -27,7 +28,6 @@ class SideName(StrEnum):
 
 TIDEGATE, FCFS, PRIORITY = SideName
 
-POOL = "bench/isolation"
 BRONZE_PERCENT = 10
 """Of the service, kept for bronze while it has work."""
 
@@ -41,27 +41,31 @@ class Side:
     policy: PolicySnapshot
     renamed: Mapping[str, str]
 
+    def with_keys(self, digests: Mapping[str, str]) -> PolicySnapshot:
+        """Return the policy with the SHA-256 of an API key for each of its tenants."""
+        tenants = [
+            replace(rule, key_digests=(digests[rule.tenant],)) for rule in self.policy.tenants
+        ]
+        return replace(self.policy, tenants=tuple(tenants))
 
-def side_of(
-    name: SideName, labels: Sequence[Label], *, itl_seconds: float | None, pool: str = POOL
-) -> Side:
+
+def side_of(name: SideName, labels: Sequence[Label], *, itl_seconds: float | None) -> Side:
     """Return the policy of a side.
 
     Args:
         name: Which.
         labels: The tenants.
         itl_seconds: Gold's target of the time between two tokens; None = nobody has one.
-        pool: `namespace/name`.
     """
     if name == FCFS:
-        return _fcfs(labels, pool)
-    return _priority(labels, pool) if name == PRIORITY else _tidegate(labels, itl_seconds, pool)
+        return _fcfs(labels)
+    return _priority(labels) if name == PRIORITY else _tidegate(labels, itl_seconds)
 
 
-def _tidegate(labels: Sequence[Label], itl_seconds: float | None, pool: str) -> Side:
+def _tidegate(labels: Sequence[Label], itl_seconds: float | None) -> Side:
     return Side(
         policy=PolicySnapshot.of(
-            pool,
+            POOL,
             tiers=[
                 TierRule(
                     name=tier,
@@ -92,10 +96,10 @@ def _tidegate(labels: Sequence[Label], itl_seconds: float | None, pool: str) -> 
     )
 
 
-def _fcfs(labels: Sequence[Label], pool: str) -> Side:
+def _fcfs(labels: Sequence[Label]) -> Side:
     return Side(
         policy=PolicySnapshot.of(
-            pool,
+            POOL,
             tiers=[TierRule(name=_EVERYBODY, value=0)],
             tenants=[_plain_tenant(_EVERYBODY, nominal_percent=WatermarkRule().low_percent)],
         ),
@@ -103,11 +107,11 @@ def _fcfs(labels: Sequence[Label], pool: str) -> Side:
     )
 
 
-def _priority(labels: Sequence[Label], pool: str) -> Side:
+def _priority(labels: Sequence[Label]) -> Side:
     tiers = [tier for tier in TIER_VALUES if any(label.tier == tier for label in labels)]
     return Side(
         policy=PolicySnapshot.of(
-            pool,
+            POOL,
             tiers=[
                 TierRule(name=tier, value=TIER_VALUES[tier], preempts_lower=False) for tier in tiers
             ],
