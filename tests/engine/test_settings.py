@@ -99,6 +99,10 @@ def test_a_number_may_be_left_to_the_engine(
             r"^TIDEGATE_MAX_BATCHED_TOKENS: must be at least TIDEGATE_MAX_NUM_SEQS \(16\)",
         ),
         ({"MAX_NUM_SEQS": "257"}, r"^TIDEGATE_MAX_BATCHED_TOKENS: .* \(257\), .* got 256$"),
+        (
+            {"REDIS_CA_FILE": "/ca.crt"},
+            r"^TIDEGATE_REDIS_CA_FILE: .* TIDEGATE_REDIS_URL must begin with rediss://$",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(
