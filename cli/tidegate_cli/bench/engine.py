@@ -84,7 +84,7 @@ class EngineSettings:
     max_requests: int = 64
     max_output_tokens: int = 256
     rate: float = 1.0
-    padded_requests: int = 1000
+    padded_requests: int = 640
     padded_longest: int = 256
     padded_slots: int = 32
     profiles: bool = True
@@ -94,12 +94,12 @@ class EngineSettings:
         """Return the same with few and short requests."""
         return replace(
             self,
-            max_requests=12,
-            max_output_tokens=16,
-            rate=4.0,
-            padded_requests=32,
-            padded_longest=16,
-            padded_slots=8,
+            max_requests=8,
+            max_output_tokens=8,
+            rate=8.0,
+            padded_requests=16,
+            padded_longest=8,
+            padded_slots=4,
             profiles=False,
         )
 
@@ -165,6 +165,8 @@ class EngineBench:
             static=static,
             padded=self._padded,
             padding_bound=padding_bound(self._padded.requests, settings.padded_slots),
+            max_batched_tokens=settings.max_batched_tokens,
+            poisson_itl_seconds=settings.poisson_itl_seconds,
             peers=peers,
         )
 

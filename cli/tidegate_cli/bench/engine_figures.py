@@ -55,6 +55,8 @@ class EngineFigures:
         continuous: The padded trace, on the engine that served W.
         static: The same trace with the same kernels, batched statically.
         padding_bound: See `engine_workload.padding_bound`.
+        max_batched_tokens: Of a step.
+        poisson_itl_seconds: Target in the policy while arrivals were Poisson.
     """
 
     served: ServedFigures
@@ -63,6 +65,8 @@ class EngineFigures:
     static: RunFigures
     padded: ScaledTrace
     padding_bound: float
+    max_batched_tokens: int
+    poisson_itl_seconds: float
     peers: Sequence[PeerFigures] = ()
 
     def results(self) -> dict[str, float]:
@@ -126,6 +130,9 @@ def _remarks(figures: EngineFigures) -> list[str]:
         f"W: {len(served.burst.ttft_seconds)} requests, {served.burst.prompt_tokens} prompt and"
         f" {served.burst.output_tokens} output tokens, in {served.burst.seconds:.1f} s and"
         f" {served.steps.steps} steps; clients run on the same machine.",
+        f"A step has up to {figures.max_batched_tokens} tokens. With Poisson arrivals the policy"
+        f" sets a target of {1000 * figures.poisson_itl_seconds:g} ms for ITL, which bounds the"
+        " prompts in it; W at once has none.",
         f"Of the time of the burst, executing steps took"
         f" {100 * served.steps.step_seconds / served.burst.seconds:.1f} %, planning and committing"
         f" them {100 * served.steps.scheduler_seconds / served.burst.seconds:.2f} %.",
