@@ -340,7 +340,7 @@ def test_callers_are_identified_where_keys_are_replaced(
 ) -> None:
     threads: list[str] = []
 
-    def note_thread(_: str | None) -> str:
+    def note_thread(*_: object) -> str:
         threads.append(threading.current_thread().name)
         return "acme"
 
