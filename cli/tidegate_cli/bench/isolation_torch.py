@@ -65,7 +65,8 @@ class TorchGround:
         """Return the requests a second that the engine can finish.
 
         It has more of the record's requests than it can do there at once, first come, first
-        served: the service that it gives a second, over that of the record's mean request.
+        served: the service that it gives a second, over that of the record's mean request. Before
+        that it is warmed up with some of them: kernels are chosen when a shape first comes.
         """
         flood = gold_of(scale, load=1.0)
         begin, end = scale.lead_in_seconds, scale.lead_in_seconds + scale.misbehaving_seconds
