@@ -87,8 +87,8 @@ class PanelLinear:
 def rows_of_task(num_rows: int, num_panels: int, num_threads: int) -> int:
     """Return how many rows a thread multiplies with a panel at a time: whole tiles."""
     num_parts = -(-num_threads * _TASKS_PER_THREAD // num_panels)
-    rows = min(-(-num_rows // num_parts), _MOST_TASK_ROWS)
-    return -(-rows // _TILE_ROWS) * _TILE_ROWS
+    num_tiles = -(-num_rows // (num_parts * _TILE_ROWS))
+    return min(max(num_tiles, 1) * _TILE_ROWS, _MOST_TASK_ROWS)
 
 
 def product_kernel(size: int) -> Callable[[Any], None]:

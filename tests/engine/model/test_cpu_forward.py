@@ -235,6 +235,12 @@ def test_rows_are_shared_out_where_there_are_too_few_panels_for_the_threads() ->
     assert rows_of_task(1, num_panels=1, num_threads=8) == 12
 
 
+def test_a_product_of_no_rows_has_none(cache: Path) -> None:
+    backend = CpuBackend.find(GROUPED, torch.empty(0), cache)
+    assert backend is not None
+    assert backend.new_linear(torch.ones(32, 96)).multiply(torch.empty(0, 96)).shape == (0, 32)
+
+
 def test_compiled_kernels_are_kept_for_the_next_process(cache: Path) -> None:
     new_model(GROUPED, cache)
     kept = sorted(path for path in cache.rglob("*.nbc"))
