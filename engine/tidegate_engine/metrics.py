@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -19,6 +19,7 @@ from tidegate_engine.executor.base import Capacity
 from tidegate_engine.latencies import Latencies, TenantLatencies
 from tidegate_engine.picker_metrics import picker_series
 from tidegate_engine.policy_board import PolicyInForce
+from tidegate_engine.text_format import text_of
 from tidegate_policies.rules import UNKNOWN_TENANT, TenantRule, WatermarkRule
 
 _WATERMARK_VALUES = {"green": 0, "yellow": 1, "red": 2}
@@ -49,7 +50,7 @@ class Scrape:
         That takes about a second for thousands of tenants, and may be done in any thread: the
         totals don't change any more, and histograms are safe to read while they are observed.
         """
-        return generate_latest(self._histograms) + generate_latest(self._totals)
+        return text_of(self._histograms) + text_of(self._totals)
 
 
 class EngineMetrics:
