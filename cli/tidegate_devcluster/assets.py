@@ -23,10 +23,11 @@ from tidegate_devcluster.tool_cache import ToolCache
 TOOL_NAMES = (*GO_TOOLS, "kubectl", *PACKAGES)
 """All there are, in the order in which they are best prepared."""
 
-CLUSTER_TOOL_NAMES = tuple(
-    name for name in TOOL_NAMES if name not in {"helm", "prometheus", "promtool"}
-)
-"""Those that a cluster runs with; only the tests of chart, dashboards and alerts need the rest."""
+TEST_TOOL_NAMES = frozenset({"helm", "prometheus", "promtool", "chromium-headless-shell"})
+"""Those that only the tests of chart, dashboards, alerts and console need."""
+
+CLUSTER_TOOL_NAMES = tuple(name for name in TOOL_NAMES if name not in TEST_TOOL_NAMES)
+"""Those that a cluster runs with."""
 
 
 @dataclass(frozen=True)

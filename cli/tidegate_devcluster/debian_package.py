@@ -26,12 +26,14 @@ class DebianPackage:
         libraries_of: The one whose libraries are unpacked, too, where this machine lacks some;
             empty = the binary needs none.
         remedy: What people do where there is no such package.
+        folder: Where the packages have their binaries.
     """
 
     name: str
     packages: tuple[str, ...]
     remedy: str
     libraries_of: str = ""
+    folder: Path = Path("usr/bin")
 
     @property
     def cache_name(self) -> str:
@@ -80,15 +82,29 @@ PROMETHEUS = DebianPackage(
     remedy="install prometheus 2.40 or newer with its promtool and put both on PATH (Debian and "
     "Ubuntu: `apt-get install prometheus`; others: https://prometheus.io/download/).",
 )
+CHROMIUM = DebianPackage(
+    name="chromium-headless-shell",
+    packages=("chromium-headless-shell", "chromium-common"),
+    libraries_of="chromium-headless-shell",
+    remedy="install Chromium's headless shell and put it on PATH (Debian: `apt-get install "
+    "chromium-headless-shell`).",
+    # What is in usr/bin is a script that runs the one installed on the machine.
+    folder=Path("usr/lib/chromium"),
+)
 PACKAGES: Mapping[str, DebianPackage] = MappingProxyType(
-    {"redis-server": REDIS, "prometheus": PROMETHEUS, "promtool": PROMETHEUS}
+    {
+        "redis-server": REDIS,
+        "prometheus": PROMETHEUS,
+        "promtool": PROMETHEUS,
+        "chromium-headless-shell": CHROMIUM,
+    }
 )
 """The package of each binary."""
 
 
 def binary_path(tool: str) -> Path:
     """Returns where a package has the binary."""
-    return Path("usr/bin") / tool
+    return PACKAGES[tool].folder / tool
 
 
 def library_path(folder: Path) -> str:
@@ -113,9 +129,10 @@ class _Apt:
             deb.unlink()
 
     def libraries_of(self, package: str) -> list[str]:
-        depends = _run(["apt-cache", *self._options, "depends", package]).stdout
-        # A leading bar marks an alternative to the next line's package.
-        return re.findall(r"^  Depends: (lib(?!c6)\S+)$", depends, re.MULTILINE)
+        """Returns the libraries that installing the package would bring to this machine."""
+        command = ["apt-get", *self._options, "--simulate", "--no-install-recommends", "install"]
+        planned = _run([*command, package]).stdout
+        return re.findall(r"^Inst (lib(?!c6)\S+) ", planned, re.MULTILINE)
 
     def _download(self, packages: Sequence[str]) -> list[Path]:
         command = ["apt-get", "download", *packages]
