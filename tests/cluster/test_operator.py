@@ -128,6 +128,26 @@ def test_references_heal_when_what_they_name_appears(
     wait_for_conditions(kubectl, "tp", "acme", namespace, ResolvedRefs="TierNotFound")
 
 
+def test_a_key_that_is_replaced_is_live_within_seconds_and_reaches_engines_as_a_hash(
+    kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
+) -> None:
+    refs = [{"name": "keys", "key": "first"}]
+    tenant = f"{namespace}/acme"
+    apply(kubectl, namespace, a_key_secret("keys", first="swordfish"))
+    apply(kubectl, namespace, a_policy("acme", apiKeySecretRefs=refs))
+    for key in ("swordfish", "marlin"):
+        apply(kubectl, namespace, a_key_secret("keys", first=key))
+        only = {key_digest(key.encode()): tenant}
+        for engine in engines:
+            wait_until(lambda: engine.newest.tenant_by_key_digest == only, timeout=15)  # noqa: B023
+            assert key not in str(engine.newest)
+    kubectl("delete", "secret", "keys", "-n", namespace, check=True)
+    for engine in engines:
+        wait_until(lambda: not engine.newest.tenant_by_key_digest, timeout=15)  # noqa: B023
+    stored = kubectl("get", "tp,epool", "-n", namespace, "-o", "json", check=True)
+    assert "marlin" not in str(stored)
+
+
 def test_preemption_and_service_level_reach_engines_as_soon_as_they_appear_and_change(
     kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
 ) -> None:

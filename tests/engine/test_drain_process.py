@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from tidegate_cli.engine_metrics import EngineMetrics
@@ -36,12 +37,18 @@ def check_log(engine: EngineProcess) -> None:
     assert "ERROR" not in log
 
 
-def test_further_signals_change_nothing_about_a_drain(engine: EngineProcess) -> None:
+def test_what_runs_is_finished_new_work_refused_and_further_signals_change_nothing(
+    engine: EngineProcess,
+) -> None:
     with a_raw_request(engine.port, stream=True, max_tokens=300) as reader:
         assert reader.recv(1)
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             engine.process.send_signal(number)
         eventually(lambda: engine.status("/readyz") == 503, "an engine that drains")
+        with engine.openai() as client, pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(model="simulated", prompt="Hello")
+        assert (caught.value.status_code, caught.value.code) == (503, "engine_draining")
+        assert int(caught.value.response.headers["retry-after"]) >= 1
         events = read_events(reader)
         assert events.count(b'"finish_reason":"length"') == 1
         assert b"[DONE]" in events
@@ -49,18 +56,23 @@ def test_further_signals_change_nothing_about_a_drain(engine: EngineProcess) -> 
     check_log(engine)
 
 
-def test_after_the_grace_a_whole_answer_is_503_and_the_code_0(
+def test_after_the_grace_a_whole_answer_is_503_a_stream_ends_with_an_error_and_the_code_is_0(
     publisher: Publisher, tmp_path: Path
 ) -> None:
     with an_engine_process(publisher, tmp_path, TIDEGATE_DRAIN_SECONDS="0.2") as engine:
         engine.wait_until_ready()
-        with a_raw_request(engine.port) as reader:
+        with (
+            a_raw_request(engine.port, max_tokens=4000) as reader,
+            a_raw_request(engine.port, max_tokens=4000, stream=True) as stream,
+        ):
             eventually(
-                lambda: metrics(engine).value("tidegate_requests", state="running") == 1,
-                "a running request",
+                lambda: metrics(engine).value("tidegate_requests", state="running") == 2,
+                "two running requests",
             )
+            assert stream.recv(1)
             engine.process.send_signal(signal.SIGTERM)
             answer = read_to_the_end(reader)
+            assert b'"code":"engine_draining"' in read_events(stream)
         assert answer.startswith(b"HTTP/1.1 503")
         assert b"\r\nretry-after: " in answer
         assert b'"code":"engine_draining"' in answer

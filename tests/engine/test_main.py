@@ -1,7 +1,6 @@
 """The engine as a process."""
 
 import base64
-import signal
 import socket
 import threading
 from pathlib import Path
@@ -67,44 +66,6 @@ def test_a_process_takes_part_in_its_pools_rates_and_shares(
         key = f"tidegate:{publisher.pool}:service"
         eventually(lambda: redis.hget(key, "acme") is not None, "its service, told to the pool")
         assert engine.terminate() == 0
-
-
-def test_running_streams_end_within_the_drain_and_new_work_is_refused(
-    publisher: Publisher, tmp_path: Path
-) -> None:
-    publisher.publish(POLICY, 1)
-    with an_engine_process(publisher, tmp_path, TIDEGATE_DRAIN_SECONDS="30") as engine:
-        engine.wait_until_ready()
-        with engine.openai() as client:
-            stream = client.completions.create(
-                model="simulated", prompt="Hello", max_tokens=100, stream=True
-            )
-            next(iter(stream))
-            engine.process.send_signal(signal.SIGTERM)
-            eventually(lambda: engine.status("/readyz") == 503, "an engine that drains")
-            with pytest.raises(openai.InternalServerError) as caught:
-                client.completions.create(model="simulated", prompt="Hello")
-            assert caught.value.status_code == 503
-            assert int(caught.value.response.headers["retry-after"]) >= 1
-            assert list(stream)[-1].choices[0].finish_reason == "length"
-        assert engine.process.wait(timeout=30) == 0
-
-
-def test_streams_left_after_the_drain_get_an_error(publisher: Publisher, tmp_path: Path) -> None:
-    publisher.publish(POLICY, 1)
-    with an_engine_process(publisher, tmp_path, TIDEGATE_DRAIN_SECONDS="0") as engine:
-        engine.wait_until_ready()
-        with engine.openai() as client:
-            stream = client.completions.create(
-                model="simulated", prompt="Hello", max_tokens=10_000, stream=True
-            )
-            next(iter(stream))
-            engine.process.send_signal(signal.SIGTERM)
-            with pytest.raises(openai.APIError) as caught:
-                for _ in stream:
-                    pass
-        assert caught.value.code == "engine_draining"
-        assert engine.process.wait(timeout=30) == 0
 
 
 def test_a_restart_without_redis_serves_the_last_policy(

@@ -1,7 +1,11 @@
 """A tenant whose requests ask for lower tiers: scheduled there, limited as one tenant."""
 
+from random import Random
+
+import pytest
+
 from tidegate_engine.core.request import Rejection, RejectionCode
-from tidegate_policies.rules import PreemptionRule, StopPolicy
+from tidegate_policies.rules import PreemptionRule, ServiceRule, StopPolicy
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import Run, a_request, a_run
@@ -223,3 +227,67 @@ def test_what_another_engine_gave_in_a_lower_tier_counts_in_that() -> None:
     ask(run, "own")
     run.drain()
     assert run.admitted.index("own") < run.admitted.index("other") < run.admitted.index("low")
+
+
+def a_random_policy(random: Random) -> PolicySnapshot:
+    tiers = {name: random.randint(-2, 3) for name in ("a", "b", "c", "d")}
+    rules = []
+    for name in random.sample(["acme", "zeta", "yoyo"], random.randint(1, 3)):
+        own = random.choice(list(tiers))
+        lower = [tier for tier, value in tiers.items() if value < tiers[own]]
+        rules.append(
+            a_tenant(
+                name,
+                tier=own,
+                allowed_tiers=tuple(random.sample(lower, random.randint(0, len(lower)))),
+                weight=random.choice([0, 1, 5]),
+                kv_nominal_percent=random.choice([0, 10]),
+                max_running=random.choice([None, 1, 2]),
+                stop=random.choice([StopPolicy.NONE] * 6 + list(StopPolicy)),
+                preemption=PreemptionRule(
+                    preemptible=random.random() < 0.8, min_quantum_tokens=random.choice([0, 4])
+                ),
+                service=ServiceRule(ttft_seconds=random.choice([None, 0.5])),
+            )
+        )
+    return a_snapshot(*rules, tiers=tiers)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_order_of_wishes_and_policies_keeps_all_books(seed: int) -> None:
+    random = Random(seed)
+    run = a_run(a_random_policy(random), blocks=24, max_num_seqs=3, max_batched_tokens=12)
+    names: list[str] = []
+    merged = 0
+    for step in range(250):
+        for _ in range(random.randint(0, 2)):
+            request = a_request(
+                random.choice(["acme", "zeta", "yoyo"]),
+                prompt=random.randint(1, 20),
+                output=random.randint(1, 12),
+                tier=random.choice([None, "a", "b", "c", "d"]),
+            )
+            if run.scheduler.submit(request, 0.0) is None:
+                names.append(request.request_id)
+        if random.random() < 0.1 and names:
+            run.scheduler.cancel(random.choice(names), 0.0)
+        if random.random() < 0.15:
+            before = len(run.scheduler.stats().accounts)
+            apply(run, a_random_policy(random), step + 2)
+            run.step()
+            merged += len(run.scheduler.stats().accounts) < before
+        if random.random() < 0.2:
+            accounts = [f"{name} {tier}" for name in ("acme", "gone") for tier in "abz"]
+            run.scheduler.note_elsewhere(dict.fromkeys(accounts, 3.0), accounts[:2])
+        run.step()
+    assert merged
+    calm = a_snapshot(
+        *[a_tenant(name, tier="a") for name in ("acme", "zeta", "yoyo")], tiers={"a": 1}
+    )
+    apply(run, calm, 1000)
+    run.step()
+    run.drain()
+    stats = run.scheduler.stats()
+    assert set(stats.accounts) == {"acme", "zeta", "yoyo"}
+    ends = [t.finished + t.cancelled + t.expired for t in (*stats.tenants.values(), stats.gone)]
+    assert sum(ends) == stats.arrivals == len(names)
