@@ -22,6 +22,7 @@ from tidegate_engine.core.request import (
     TokenOutput,
 )
 from tidegate_engine.core.sequence import Phase
+from tidegate_engine.core.standings import StandingBook
 from tidegate_engine.core.step_scheduler import StepScheduler
 from tidegate_engine.events import (
     CancelCause,
@@ -168,6 +169,10 @@ class EngineLoop:
     def stats(self) -> "Future[EngineStats]":
         """Count at the next step boundary."""
         return self._ask(self._count)
+
+    def look(self, at: Callable[[StandingBook, float], T]) -> "Future[T]":
+        """Answer a question about where requests stand, and what time it is, between two steps."""
+        return self._ask(lambda: at(self._scheduler.standings, self._clock()))
 
     # -- the thread ---------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ class Arrivals:
     Attributes:
         accepted: Requests that were let in.
         rejected: Requests that were not.
+        ttft: When the first tokens of those that wait are expected.
     """
 
     def __init__(self, books: Books) -> None:
@@ -32,6 +33,7 @@ class Arrivals:
         self._tenants = books.tenants
         self._step_times = books.step_times
         self._overload = Overload(books)
+        self.ttft = self._overload.ttft
 
     def begin_step(self) -> None:
         """Judge anew: what runs and waits has changed."""

@@ -52,6 +52,8 @@ class Decision(NamedTuple):
 
     Attributes:
         beneficiary: For whom a request was preempted; empty = for nobody in particular.
+        beneficiary_tenant: Whose request that is.
+        beneficiary_tier: In which tier it is served.
     """
 
     request_id: str
@@ -59,6 +61,8 @@ class Decision(NamedTuple):
     verdict: Verdict
     reason: Reason
     beneficiary: str = ""
+    beneficiary_tenant: str = ""
+    beneficiary_tier: str = ""
 
 
 class DecisionRecord(NamedTuple):

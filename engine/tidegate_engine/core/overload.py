@@ -39,20 +39,24 @@ class Spell:
 
 
 class Overload:
-    """Predicts who would be served too late."""
+    """Predicts who would be served too late.
+
+    Attributes:
+        ttft: What it judges by.
+    """
 
     def __init__(self, books: Books) -> None:
         """Read the scheduler's own state; nothing is changed."""
         self._memory = books.memory
         self._tenants = books.tenants
-        self._ttft = TtftForecast(books)
+        self.ttft = TtftForecast(books)
         self._longest_miss: float | None = None
         self._spells: dict[str, Spell] = {}
 
     def begin_step(self) -> None:
         """Judge anew: what runs and waits has changed."""
         self._longest_miss = None
-        self._ttft.begin_step()
+        self.ttft.begin_step()
 
     def refuse(
         self, request: Request, tenant: Tenant, *, limits: EngineLimits, now: float
@@ -60,11 +64,11 @@ class Overload:
         """Tell why an arrival is shed, or None."""
         target = ttft_target(request, tenant)
         if tenant.rule.service.sheds and target is not None and not self._is_owed(request, tenant):
-            predicted = self._ttft.predict(
+            predicted = self.ttft.predict(
                 tenant,
                 len(request.prompt_ids),
                 request.max_output_tokens,
-                deadline=now + target,
+                own_ahead=tenant.queue.ahead_of(now + target),
                 limits=limits,
             )
             if predicted > target:
@@ -113,7 +117,10 @@ class Overload:
         """Return by how much tenants of tiers from 0 up are expected to miss their targets."""
         if self._longest_miss is None:
             misses = [
-                self._ttft.predict(tenant, 0, 1, deadline=None, limits=limits) - target
+                self.ttft.predict(
+                    tenant, 0, 1, own_ahead=tenant.queue.ahead_of(None), limits=limits
+                )
+                - target
                 for tenant in self._last_in_turn()
                 if (target := tenant.rule.service.ttft_seconds) is not None
             ]
@@ -128,7 +135,7 @@ class Overload:
             for tenant in (tier.listed() if value >= 0 else ())
             if tenant.rule.service.ttft_seconds is not None
         ]
-        return heapq.nlargest(_LOOKED_AT, waiting, key=self._ttft.turn_of)
+        return heapq.nlargest(_LOOKED_AT, waiting, key=self.ttft.turn_of)
 
 
 def ttft_target(request: Request, tenant: Tenant) -> float | None:

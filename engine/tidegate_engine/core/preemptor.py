@@ -349,9 +349,15 @@ class Preemptor:
                 seq.tenant.name,
                 Verdict.PREEMPTED,
                 _REASONS[cause],
-                "" if beneficiary is None else beneficiary.request_id,
+                *(() if beneficiary is None else _described(beneficiary)),
             )
         )
+
+
+def _described(beneficiary: Sequence) -> tuple[str, str, str]:
+    """Return what a decision says of a beneficiary."""
+    tenant = beneficiary.tenant
+    return beneficiary.request_id, tenant.name, tenant.tier.name
 
 
 def _yielding(

@@ -80,6 +80,13 @@ class RequestQueue:
             heapq.heappop(self._by_deadline)
         return next((seq for seq in self._live if seq not in self._aside), None)
 
+    def order(self, now: float) -> list[Sequence]:
+        """Return the requests in the order in which they would be served from now on."""
+        in_time = [s for s in self._live if s.deadline is not None and s.latest_start >= now]
+        in_time.sort(key=lambda s: (s.deadline or 0.0, s.arrival))
+        first = dict.fromkeys(in_time)
+        return [*in_time, *(seq for seq in self._live if seq not in first)]
+
     def ahead_of(self, deadline: float | None) -> tuple[int, int]:
         """Return how many are served before an arrival with this deadline, and their tokens."""
         if deadline is None:

@@ -38,6 +38,7 @@ from tidegate_engine.core.preemptor import Preemptor
 from tidegate_engine.core.request import Rejection, Request, SchedulerStats, TokenOutput
 from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Phase, Sequence
+from tidegate_engine.core.standings import Standings
 from tidegate_engine.core.stats import describe
 from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
 from tidegate_engine.core.stops import Stops
@@ -102,6 +103,7 @@ class Scheduler:
         self._arrivals = Arrivals(books)
         self._live: dict[str, Sequence] = {}
         self._accounts = Accounts(books, live=self._live)
+        self.standings = Standings(books, live=self._live, ttft=self._arrivals.ttft, limits=limits)
         self._joining: list[Sequence] = []
         self._decodes: list[Sequence] = []
         self._lacking: list[Sequence] = []
@@ -333,6 +335,7 @@ class Scheduler:
             self._stopped.append(seq.request_id)
             self._drop(seq, Verdict.STOPPED, Reason.TENANT_STOPPED)
         self._admission.obey(self._limits)
+        self.standings.obey(self._limits)
 
     def _expire(self, now: float) -> tuple[Expiry, ...]:
         """Drop the requests that have waited, or run, for too long."""

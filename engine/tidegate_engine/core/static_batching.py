@@ -34,6 +34,7 @@ from tidegate_engine.core.request import (
     TokenOutput,
 )
 from tidegate_engine.core.sequence import Phase
+from tidegate_engine.core.static_standings import StaticStandings
 from tidegate_policies.admission import Watermark
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from tidegate_policies.snapshot import PolicySnapshot
@@ -92,6 +93,7 @@ class StaticScheduler:
         self._arrivals = 0
         self._totals: dict[str, _Totals] = {}
         self._has_open_plan = False
+        self.standings = StaticStandings(waiting=self._waiting, batch=self._batch)
 
     @property
     def revision(self) -> int:

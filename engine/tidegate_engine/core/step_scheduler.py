@@ -8,6 +8,7 @@ from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.plan import StepPlan, StepResult
 from tidegate_engine.core.request import Rejection, Request, SchedulerStats, TokenOutput
 from tidegate_engine.core.sequence import Phase
+from tidegate_engine.core.standings import StandingBook
 from tidegate_policies.snapshot import PolicySnapshot
 
 
@@ -22,6 +23,11 @@ class StepScheduler(Protocol):
     @property
     def has_work(self) -> bool:
         """Whether any request is alive, or a copy in flight."""
+        ...
+
+    @property
+    def standings(self) -> StandingBook:
+        """Where the requests stand."""
         ...
 
     @property

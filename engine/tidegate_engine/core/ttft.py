@@ -120,19 +120,20 @@ class TtftForecast:
         prompt_tokens: int,
         max_output_tokens: int,
         *,
-        deadline: float | None,
+        own_ahead: tuple[int, int],
         limits: EngineLimits,
     ) -> float:
-        """Return the seconds to the first token of a request that arrives now.
+        """Return the seconds to the first token of a request that arrives now, or waits.
 
         Args:
             tenant: Who sends it.
             prompt_tokens: Length of its prompt.
             max_output_tokens: The most that it may produce.
-            deadline: When its first token is due; None = behind all that its tenant has queued.
+            own_ahead: How many of its tenant's queued requests are served before it, and their
+                tokens.
             limits: In force.
         """
-        ahead = self.backlog(tenant, deadline)
+        ahead = self.backlog(tenant, own_ahead)
         outputs = self._forecast.lengths.predict(tenant.name, 0, max_output_tokens)
         mean_prompt = (ahead.prompt_tokens + prompt_tokens) / (ahead.requests + 1)
         free = min(
@@ -145,9 +146,9 @@ class TtftForecast:
         # Prompts ahead are read while places are waited for: the longer of the two counts.
         return max(waiting, reading) / self._drain.share(tenant) + own
 
-    def backlog(self, tenant: Tenant, deadline: float | None = None) -> Backlog:
-        """Return what is served before the next arrival of `tenant`."""
-        own_requests, own_tokens = tenant.queue.ahead_of(deadline)
+    def backlog(self, tenant: Tenant, own_ahead: tuple[int, int]) -> Backlog:
+        """Return what is served before a request of `tenant`; `own_ahead` as in `predict`."""
+        own_requests, own_tokens = own_ahead
         value = tenant.tier_value
         reading = [s for s in self._running.prefilling if s.tenant.tier_value >= value]
         requests = float(own_requests)

@@ -140,7 +140,13 @@ def test_a_displaced_request_is_recorded_with_whom_it_yielded_to() -> None:
     plan = engine.step()
     assert plan.preempted == ("victim",)
     assert plan.decisions[0] == Decision(
-        "victim", "acme", Verdict.PREEMPTED, Reason.DISPLACED, beneficiary="g"
+        "victim",
+        "acme",
+        Verdict.PREEMPTED,
+        Reason.DISPLACED,
+        beneficiary="g",
+        beneficiary_tenant="gold",
+        beneficiary_tier="high",
     )
     engine.drain()
     assert [verdict for verdict, _ in life(engine, "victim")] == [
@@ -176,7 +182,7 @@ def test_under_pressure_the_reason_is_pressure_and_an_end_for_lack_of_memory_is_
     while not engine.preempted():
         engine.step()
     assert engine.preempted() == [
-        Decision("second", "acme", Verdict.PREEMPTED, Reason.PRESSURE, engine.preempted()[0][4])
+        Decision("second", "acme", Verdict.PREEMPTED, Reason.PRESSURE, *engine.preempted()[0][4:])
     ]
 
 
