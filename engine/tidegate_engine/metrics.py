@@ -88,6 +88,7 @@ class EngineMetrics:
         self._prefill = step_tokens.labels(pool, "prefill")
         self._decode = step_tokens.labels(pool, "decode")
         self._latencies = Latencies(pool, self._registry)
+        self._steps = 0
         self._step_seconds = 0.0
         self._scheduler_seconds = 0.0
         self._refused: Counter[tuple[str, str]] = Counter()
@@ -135,6 +136,7 @@ class EngineMetrics:
             return
         self._step.observe(report.step_seconds)
         self._scheduler.observe(report.scheduler_seconds)
+        self._steps += 1
         self._step_seconds += report.step_seconds
         self._scheduler_seconds += report.scheduler_seconds
         self._batch.observe(report.batch_size)
@@ -154,6 +156,10 @@ class EngineMetrics:
         """
         if tenant in self._tenants:
             self._refused[tenant, reason] += 1
+
+    def steps(self) -> tuple[int, float]:
+        """Return how many steps were executed, and the seconds that they took together."""
+        return self._steps, self._step_seconds
 
     def shed(self) -> Mapping[str, int]:
         """Return how many requests of each tenant were refused, for whatever reason."""

@@ -32,12 +32,16 @@ _log = logging.getLogger(__name__)
 
 
 class TenantBooks:
-    """What a report says of the tenants, from all who count them."""
+    """What a report says of the tenants, and of steps, from all who count them."""
 
     def __init__(self, *, levels: ServiceLevels, metrics: EngineMetrics) -> None:
         """Read along with the scheduler's numbers how tenants fare, and what was refused."""
         self._levels = levels
         self._metrics = metrics
+
+    def steps(self) -> tuple[int, float]:
+        """Return how many steps were executed, and the seconds that they took together."""
+        return self._metrics.steps()
 
     def counters(self, tenants: Mapping[str, TenantStats]) -> tuple[TenantCounters, ...]:
         """Return the counters of every tenant with work or with any total, by name.
@@ -121,6 +125,7 @@ class Reporter:
     def _report(self, stats: SchedulerStats) -> EngineReport:
         self._sequence += 1
         in_force = self._board.in_force
+        steps, step_seconds = self._tenants.steps()
         return EngineReport(
             pod=self._pod,
             pool=self._pool,
@@ -137,6 +142,8 @@ class Reporter:
             kv_blocks=stats.kv_blocks,
             kv_used_blocks=stats.kv_used_blocks,
             host_blocks=stats.host_blocks,
+            steps=steps,
+            step_seconds=step_seconds,
             tenants=self._tenants.counters(stats.tenants),
         )
 

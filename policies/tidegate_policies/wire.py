@@ -148,6 +148,8 @@ class EngineReport:
         swapped: Requests whose KV is in host memory, or on its way to or from there.
         kv_used_blocks: Blocks in use, of `kv_blocks`.
         host_blocks: KV blocks in host memory.
+        steps: Executed since the engine's start.
+        step_seconds: That they took together.
         tenants: Tenants with work or with any total.
     """
 
@@ -166,6 +168,8 @@ class EngineReport:
     kv_blocks: int = 0
     kv_used_blocks: int = 0
     host_blocks: int = 0
+    steps: Natural = 0
+    step_seconds: float = 0.0
     tenants: tuple[TenantCounters, ...] = ()
 
     def to_json(self) -> str:

@@ -174,6 +174,7 @@ async def test_reports_come_again_and_count_what_tenants_did(
         before = await reported(publisher, revision=1)
         assert before.tenants == ()
         assert (before.kv_blocks, before.kv_used_blocks, before.host_blocks) == (64, 0, 16)
+        assert (before.steps, before.step_seconds) == (0, 0.0)
         engine.service.engine.submit(a_request("acme", prompt=4, output=3)).result()
 
         def ask() -> tuple[TenantCounters, ...]:
@@ -190,6 +191,10 @@ async def test_reports_come_again_and_count_what_tenants_did(
             kv_seconds=kv_seconds,
             service=4 + 2 * 3,
         )
+        after = publisher.report(POD)
+        assert after is not None
+        assert after.steps == 3
+        assert 0 < after.step_seconds < 60
 
 
 async def test_all_that_was_refused_of_a_tenant_is_reported_until_the_tenant_goes(
