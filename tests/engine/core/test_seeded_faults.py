@@ -16,6 +16,7 @@ from tidegate_engine.core.running import Running
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.core.sequence import Phase as RequestPhase
 from tidegate_engine.core.sequence import Sequence
+from tidegate_engine.core.stops import Stops
 from tidegate_engine.core.tenant_table import TenantTable
 from tidegate_engine.core.tenants import Tenant
 from tidegate_engine.core.time_limits import TimeLimits
@@ -60,7 +61,7 @@ def a_policy_is_in_force_at_once(monkeypatch: Patch) -> None:
 
     def adopt(scheduler: Scheduler, *args: Any) -> None:
         hand_over(scheduler, *args)
-        scheduler._adopt_policy()
+        scheduler._adopt_policy(0.0)
 
     monkeypatch.setattr(Scheduler, "apply_policy", adopt)
 
@@ -261,7 +262,7 @@ def nobody_watches_the_time(monkeypatch: Patch) -> None:
 
 @fault(Invariant.STOPPED, drawn=[(tenant, "cancelled") for tenant in TENANTS])
 def a_cancelled_tenant_goes_on(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Scheduler, "_stop_tenants", lambda *_: None)
+    monkeypatch.setattr(Stops, "obey", lambda *_, **__: [])
 
 
 @fault(Invariant.CANCEL)

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from tidegate_engine.core.plan import StepPlan
 from tidegate_engine.core.request import Request
-from tidegate_policies.snapshot import PolicySnapshot, PreemptionMode, PreemptionRule
+from tidegate_policies.rules import PreemptionMode, PreemptionRule
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import (

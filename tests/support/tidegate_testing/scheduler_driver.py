@@ -67,8 +67,12 @@ class RandomDriver:
 
     def _arrive(self) -> None:
         choose = self._random.choice
+        tenant = choose(TENANTS)
+        policy = self.world.policy
+        rule = None if policy is None else policy.tenant_rules.get(tenant)
         request = a_drawn_request(
-            tenant=choose(TENANTS),
+            tenant=tenant,
+            tier=choose([None, *rule.allowed_tiers]) if rule else None,
             family=choose([0, 0, 1]),
             length=choose([4, 4, 8, 8, 12, 16, 21, 30, 44, 60]),
             tail=choose([(), (), (7,), (8, 9)]),

@@ -34,7 +34,11 @@ class Planning:
 
 
 class Fairness:
-    """Follows counters and usage between the steps."""
+    """Follows counters and usage between the steps.
+
+    Counters are those of tenants in their own tiers. Those of requests that asked for a lower one
+    aren't shown to anybody: with whom they compare, the floor of newcomers isn't known.
+    """
 
     def __init__(self, view: PolicyView) -> None:
         self._view = view
@@ -44,6 +48,7 @@ class Fairness:
         self._active: dict[str, tuple[int, bool]] = {}
         self._left_last: dict[tuple[int, bool], float] = {}
         self._lifted: set[str] = set()
+        self._mixed: set[tuple[int, bool]] = set()
         self._promised: frozenset[str] = frozenset()
 
     # -- counters --------------------------------------------------------------------------------
@@ -56,17 +61,25 @@ class Fairness:
         moved = [name for name in names if before[name][0] != self._view.group(name)]
         for name in moved:
             self._counters.pop(name, None)
-        if moved:
+        # Whoever isn't below its tenant's tier any more is in that one, for good.
+        raised = [s for s in live if s.lower != self._view.lower_tier(s.tenant, s.lower)]
+        for seen in raised:
+            seen.lower = None
+        if moved or raised:
             self._left_last.clear()
-            self._active = {seen.tenant: self._view.group(seen.tenant) for seen in live}
+            self._active = self._in_own_tiers(live)
         # Who was held, and is no longer, joins like a newcomer.
         self._lifted = {name for name in names if before[name][1] != self._view.is_held(name)}
+        self._lifted |= {seen.tenant for seen in raised}
 
     def check_join(self, tenant: str, counter: float, live: Sequence[Seen]) -> None:
         """Verify the counter of a tenant with whose arrival nobody gains."""
+        live = [seen for seen in live if seen.lower is None]
         if any(seen.tenant == tenant for seen in live):
             return
         group = self._view.group(tenant)
+        if group in self._mixed:
+            return
         others = [
             name
             for name in self._active
@@ -91,10 +104,15 @@ class Fairness:
             require(counter >= before, Invariant.COUNTERS, name, counter, "after", before)
             if name in self._active and name in self._counters and name not in self._lifted:
                 weight = self._view.rules[name].weight or 1
-                service = stats.tenants[name].service - self._service.get(name, 0.0)
+                service = stats.accounts[name].service - self._service.get(name, 0.0)
                 is_charged = abs(counter - before - service / weight) < 1e-6 * (1 + counter)
                 require(is_charged, Invariant.CHARGES, name, before, counter, service, weight)
-        active = {seen.tenant: self._view.group(seen.tenant) for seen in live}
+        self._mixed |= {
+            (self._view.tier_of(seen).value, self._view.rules[seen.tenant].weight == 0)
+            for seen in live
+            if seen.lower is not None
+        }
+        active = self._in_own_tiers(live)
         left: dict[tuple[int, bool], list[float | None]] = {}
         for name, group in self._active.items():
             if name not in active:
@@ -106,7 +124,7 @@ class Fairness:
             else:
                 self._left_last.pop(group, None)
         self._counters, self._active, self._lifted = found, active, set[str]()
-        self._service = {name: tenant.service for name, tenant in stats.tenants.items()}
+        self._service = {name: stats.accounts[name].service for name in stats.tenants}
         self._used = {name: tenant.kv_used_blocks for name, tenant in stats.tenants.items()}
 
     # -- plans -----------------------------------------------------------------------------------
@@ -170,9 +188,13 @@ class Fairness:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _in_own_tiers(self, live: Sequence[Seen]) -> dict[str, tuple[int, bool]]:
+        """Return the tenants with work in their own tiers, and with whom they compare."""
+        return {s.tenant: self._view.group(s.tenant) for s in live if s.lower is None}
+
     def _is_above(self, high: Seen, low: Seen) -> bool:
-        tier = self._view.tiers[high.tenant]
-        return tier.preempts_lower and tier.value > self._view.tiers[low.tenant].value
+        tier = self._view.tier_of(high)
+        return tier.preempts_lower and tier.value > self._view.tier_of(low).value
 
     def _check_borrows(self, planning: Planning, decision: Decision, victim: Seen) -> None:
         """Verify that a victim's tenant held more than its own, or all that it may hold."""
@@ -204,17 +226,20 @@ class Fairness:
         A tenant that holds nothing and has nothing in the batch is at no limit of its own: it waits
         for blocks or a place, and so must all lower ones.
         """
-        borrowing = [
-            self._view.tiers[decision.tenant].value
+        admitted = {
+            decision.request_id
             for decision in planning.plan.decisions
             if decision.reason is Reason.BORROWING and decision.request_id not in promised
+        }
+        borrowing = [
+            self._view.tier_of(seen).value for seen in live if seen.request.request_id in admitted
         ]
         if not borrowing:
             return
         # A tenant for whose request others have left may have no place for a second one.
         awaited = {seen.tenant for seen in live if seen.request.request_id in self._promised}
         for seen in live:
-            value = self._view.tiers[seen.tenant].value
+            value = self._view.tier_of(seen).value
             if (
                 value > min(borrowing)
                 and self._could_run(seen, planning)

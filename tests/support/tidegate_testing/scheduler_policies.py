@@ -49,6 +49,9 @@ _KV_TRAITS: Traits = {
     "preempted once": {"max_preemptions": 1},
     "preempted often": {"max_preemptions": 10},
     "quantum 4": {"min_quantum_tokens": 4},
+    "shares prefixes": {"shares_prefixes": True},
+    "goes low": {"allowed_tiers": ("low",)},
+    "goes anywhere": {"allowed_tiers": ("standard", "low")},
 }
 _OTHER_TRAITS: Traits = {
     "weight 0": {"weight": 0},
@@ -148,11 +151,13 @@ class PolicyDraft:
         given = self._of(name, TENANT_TRAITS)
         if "kv_nominal_percent" in given:
             given["kv_nominal_percent"] = min(given["kv_nominal_percent"], _MUCH_PERCENT[name])
+        own = TIERS[given.get("tier", "standard")]
+        allowed = tuple(t for t in given.get("allowed_tiers", ()) if TIERS[t] < own)
         return a_tenant(
             name,
             preemption=PreemptionRule(**{"min_quantum_tokens": 0, **_only(PreemptionRule, given)}),
             service=ServiceRule(**_only(ServiceRule, given)),
-            **{"weight": 1, **_only(TenantRule, given)},
+            **{"weight": 1, **_only(TenantRule, given), "allowed_tiers": allowed},
         )
 
     def _of(self, subject: str, named: Traits) -> dict[str, Any]:
@@ -178,6 +183,7 @@ def a_drawn_request(
     output: int,
     stops: bool,
     ttft: float | None,
+    tier: str | None = None,
 ) -> Request:
     """Build a request, without an id; its prompt begins as all of its family do."""
     return Request(
@@ -188,6 +194,7 @@ def a_drawn_request(
         sampling=SamplingParams(seed=len(tail)),
         stop_token_ids=STOP_TOKENS if stops else (),
         ttft_seconds=ttft,
+        tier=tier,
     )
 
 
@@ -203,4 +210,5 @@ def requests() -> st.SearchStrategy[Request]:
         output=st.sampled_from([1, 2, 5, 12, 20, 40]),
         stops=st.booleans(),
         ttft=st.sampled_from([None, None, 0.05, 1.0]),
+        tier=st.sampled_from([None, None, None, "low", "standard"]),
     )

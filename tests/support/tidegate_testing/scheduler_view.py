@@ -42,6 +42,8 @@ class Seen:
 
     Attributes:
         rule: Of its tenant when it arrived.
+        has_shared: Whether its tenant shared its prefixes at any time in its life.
+        lower: The tier below its tenant's that it is in; None = its tenant's.
         revision: In force when it arrived.
         limit: Most output tokens, as promised at arrival.
         least_limit: The same under the narrowest policy since.
@@ -62,6 +64,8 @@ class Seen:
     least_limit: int
     tokens: list[int]
     alone: "Alone"
+    lower: str | None = None
+    has_shared: bool = False
     place: Place = Place.WAITING
     was_admitted: bool = False
     computed: int | None = 0
@@ -183,6 +187,7 @@ class PolicyView:
     rules: dict[str, TenantRule] = field(default_factory=dict)
     tiers: dict[str, TierRule] = field(default_factory=dict)
     _declared: dict[str, TenantRule] = field(default_factory=dict)
+    _by_name: dict[str, TierRule] = field(default_factory=dict)
     _quotas: dict[str, Quota] = field(default_factory=dict)
     _lent: int = 0
 
@@ -199,11 +204,21 @@ class PolicyView:
                 weight=unknown.weight,
                 max_running=unknown.max_running,
             )
-        by_name = {tier.name: tier for tier in snapshot.tiers}
+        self._by_name = by_name = {tier.name: tier for tier in snapshot.tiers}
         self.rules |= self._declared
         self.tiers = {name: by_name.get(tier.name, tier) for name, tier in self.tiers.items()}
         self.tiers |= {name: by_name[rule.tier] for name, rule in self._declared.items()}
         self._count_quotas(snapshot)
+
+    def tier_of(self, seen: Seen) -> TierRule:
+        """Return the tier that a request is in."""
+        return self.tiers[seen.tenant] if seen.lower is None else self._by_name[seen.lower]
+
+    def lower_tier(self, tenant: str, asked: str | None) -> str | None:
+        """Return the tier below a tenant's own in which a request is that asks for it, if any."""
+        if asked is None or self._by_name[asked].value >= self.tiers[tenant].value:
+            return None
+        return asked
 
     def quota(self, tenant: str) -> Quota:
         """Return a tenant's rights; an undeclared one owns nothing."""
@@ -236,11 +251,13 @@ class PolicyView:
         windows = [tier.wait_window_seconds or 0.0 for tier in tiers]
         return max([self.snapshot.batching.wait_window_seconds or 0.0, *windows])
 
-    def refusal(self, request: Request, queue: Sequence[Seen]) -> RejectionCode | None:
+    def refusal(self, request: Request, queue: Sequence[Seen]) -> RejectionCode | None:  # noqa: PLR0911
         """Return why an arrival is refused, or None; `queue` is what its tenant has waiting."""
         rule = self._declared.get(request.tenant)
         if rule is None:
             return RejectionCode.UNKNOWN_TENANT
+        if request.tier not in (None, rule.tier, *rule.allowed_tiers):
+            return RejectionCode.TIER_NOT_ALLOWED
         if rule.stop in (StopPolicy.DRAIN, StopPolicy.CANCEL):
             return RejectionCode.TENANT_STOPPED
         length = len(request.prompt_ids)
@@ -258,8 +275,10 @@ class PolicyView:
         rule = self.rules[request.tenant].service
         if rule.sheds and (request.ttft_seconds or rule.ttft_seconds):
             return True
-        return self.tiers[request.tenant].value < 0 and any(
-            self.tiers[seen.tenant].value >= 0 and self.rules[seen.tenant].service.ttft_seconds
+        lower = self.lower_tier(request.tenant, request.tier)
+        tier = self.tiers[request.tenant] if lower is None else self._by_name[lower]
+        return tier.value < 0 and any(
+            self.tier_of(seen).value >= 0 and self.rules[seen.tenant].service.ttft_seconds
             for seen in live
         )
 

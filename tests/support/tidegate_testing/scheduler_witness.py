@@ -97,9 +97,12 @@ class Witness:
             least_limit=limit,
             tokens=list(request.prompt_ids),
             alone=Alone(request, block_size=self._block_size),
+            lower=self.view.lower_tier(request.tenant, request.tier),
+            has_shared=rule.shares_prefixes,
         )
-        counter = self._scheduler.stats().tenants[seen.tenant].virtual_counter
-        self._fairness.check_join(seen.tenant, counter, self.live)
+        if seen.lower is None:
+            counter = self._scheduler.stats().tenants[seen.tenant].virtual_counter
+            self._fairness.check_join(seen.tenant, counter, self.live)
         self._books.arrive()
         self.requests[request.request_id] = self._live[request.request_id] = seen
         self._settle()
@@ -227,6 +230,7 @@ class Witness:
         for request_id in stopped:
             self._end(self._live[request_id], "cancelled")
         for seen in self.live:
+            seen.has_shared |= self.view.rules[seen.tenant].shares_prefixes
             room = self.view.room(seen.tenant) + 1 - len(seen.request.prompt_ids)
             seen.least_limit = max(1, min(seen.least_limit, room))
 
