@@ -8,7 +8,7 @@ pod would be ready again at once. It exits with SIGTERM, as ever.
 import hmac
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -16,10 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tidegate_engine.policy_board import PolicyInForce
-from tidegate_engine.server.answers import DecisionsAnswer, DrainAnswer, PolicyAnswer
-from tidegate_engine.server.decision_ring import KEPT_DECISIONS, DecisionEntry
+from tidegate_engine.server.answers import (
+    DecisionsAnswer,
+    DrainAnswer,
+    ExplanationAnswer,
+    PolicyAnswer,
+)
+from tidegate_engine.server.decision_ring import KEPT_DECISIONS
 from tidegate_engine.server.edge import edged_app
 from tidegate_engine.server.errors import InvalidAdminTokenError, from_validation
+from tidegate_engine.server.explanation import describe_decision, explain, is_of
 from tidegate_engine.server.identity import bearer_key
 from tidegate_engine.server.json_response import JsonResponse
 from tidegate_engine.server.openapi import answers, describe_bodies
@@ -30,6 +36,9 @@ DEFAULT_DECISIONS = 100
 """Decisions in an answer that asks for no number of them."""
 
 
+_Query = TypeVar("_Query", bound=BaseModel)
+
+
 class _Wish(BaseModel):
     """Which decisions are wanted."""
 
@@ -37,7 +46,16 @@ class _Wish(BaseModel):
 
     request_id: str | None = None
     tenant: str | None = None
+    namespace: str | None = None
     limit: Annotated[int, Field(ge=1, le=KEPT_DECISIONS)] = DEFAULT_DECISIONS
+
+
+class _View(BaseModel):
+    """As whom a request is looked at."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    namespace: str | None = None
 
 
 def create_admin_app(service: Service, *, token: str) -> FastAPI:
@@ -64,16 +82,29 @@ def create_admin_app(service: Service, *, token: str) -> FastAPI:
         "/admin/decisions",
         dependencies=guarded,
         responses=answers(DecisionsAnswer, 400, 401),
-        openapi_extra={"parameters": _query_parameters()},
+        openapi_extra={"parameters": _query_parameters(_Wish)},
     )
     async def decisions(request: Request) -> Response:
-        try:
-            wish = _Wish.model_validate(dict(request.query_params))
-        except ValidationError as error:
-            raise from_validation(error) from error
-        found = service.decisions.newest(wish.limit, request_id=wish.request_id, tenant=wish.tenant)
-        data = [_describe_decision(service, entry) for entry in found]
+        wish = _query(_Wish, request)
+        found = service.decisions.newest(
+            wish.limit,
+            request_id=wish.request_id,
+            tenant=wish.tenant,
+            counts=lambda tenant: is_of(service, tenant, wish.namespace),
+        )
+        hides_others = wish.namespace is not None
+        data = [describe_decision(service, entry, hides_others=hides_others) for entry in found]
         return JsonResponse({"object": "list", "data": data})
+
+    @app.get(
+        "/admin/requests/{request_id}",
+        dependencies=guarded,
+        responses=answers(ExplanationAnswer, 400, 401, 404, 500),
+        openapi_extra={"parameters": _query_parameters(_View)},
+    )
+    async def request(request_id: str, request: Request) -> Response:
+        view = _query(_View, request)
+        return JsonResponse(await explain(service, request_id, namespace=view.namespace))
 
     describe_bodies(app, {})
     return app
@@ -91,8 +122,15 @@ def _guard(token: str) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def _query_parameters() -> list[dict[str, object]]:
-    schemas = _Wish.model_json_schema()["properties"]
+def _query(shape: type[_Query], request: Request) -> _Query:
+    try:
+        return shape.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise from_validation(error) from error
+
+
+def _query_parameters(shape: type[BaseModel]) -> list[dict[str, object]]:
+    schemas = shape.model_json_schema()["properties"]
     return [{"name": name, "in": "query", "schema": schema} for name, schema in schemas.items()]
 
 
@@ -126,12 +164,4 @@ def _summarise(snapshot: PolicySnapshot) -> dict[str, object]:
             }
             for rule in snapshot.tenants
         ],
-    }
-
-
-def _describe_decision(service: Service, entry: DecisionEntry) -> dict[str, object]:
-    return {
-        **entry._asdict(),
-        "time": service.date_of(entry.time),
-        "beneficiary": entry.beneficiary or None,
     }

@@ -51,6 +51,7 @@ from tidegate_engine.server.schema import ChatBody, CompletionBody, GenerationBo
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_engine.server.service import Service
 from tidegate_engine.server.stream import Answer, EventStream, collect, unless_disconnected
+from tidegate_engine.server.tenant_view import add_tenant_view
 from tidegate_engine.server.text import AnswerText
 from tidegate_policies.rules import UNKNOWN_TENANT, StopPolicy
 
@@ -87,6 +88,7 @@ def create_app(service: Service) -> FastAPI:
     app = edged_app("Tidegate engine", service.clock)
     _add_generation(app, service)
     _add_requests(app, service)
+    add_tenant_view(app, service, _identify(service))
     _add_operations(app, service)
     describe_bodies(app, {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody})
     return app

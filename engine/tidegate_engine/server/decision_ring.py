@@ -1,6 +1,7 @@
 """Why the engine did what it did to each request: the newest decisions, for people."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from tidegate_engine.events import Refused, StepReport
@@ -22,6 +23,8 @@ class DecisionEntry(NamedTuple):
         revision: The policy it was decided under; 0 = none.
         watermark: State of the watermark gate then; empty = not known yet.
         beneficiary: For whom a request was preempted; empty = for nobody in particular.
+        beneficiary_tenant: Whose request that is.
+        beneficiary_tier: In which tier it is served.
     """
 
     time: float
@@ -33,6 +36,8 @@ class DecisionEntry(NamedTuple):
     verdict: str
     reason: str
     beneficiary: str = ""
+    beneficiary_tenant: str = ""
+    beneficiary_tier: str = ""
 
 
 class DecisionRing:
@@ -61,6 +66,8 @@ class DecisionRing:
                     verdict=decision.verdict.value,
                     reason=decision.reason.value,
                     beneficiary=decision.beneficiary,
+                    beneficiary_tenant=decision.beneficiary_tenant,
+                    beneficiary_tier=decision.beneficiary_tier,
                 )
             )
 
@@ -85,7 +92,12 @@ class DecisionRing:
         )
 
     def newest(
-        self, limit: int, *, request_id: str | None = None, tenant: str | None = None
+        self,
+        limit: int,
+        *,
+        request_id: str | None = None,
+        tenant: str | None = None,
+        counts: Callable[[str], bool] = lambda _tenant: True,
     ) -> list[DecisionEntry]:
         """Return the newest `limit` decisions, the oldest of them first.
 
@@ -94,11 +106,13 @@ class DecisionRing:
             request_id: Only on this request: the id of its response, that of one of its choices,
                 or what its client called it.
             tenant: Only on this tenant's requests.
+            counts: Only on requests of tenants for which it is true.
         """
         found = [
             entry
             for entry in self._entries
             if (tenant is None or entry.tenant == tenant)
+            and counts(entry.tenant)
             and (request_id is None or is_named(entry.request_id, request_id))
         ]
         # A refusal is known at once, a step's decisions only when the step has ended.

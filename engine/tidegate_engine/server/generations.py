@@ -26,6 +26,7 @@ from tidegate_engine.server.errors import (
     from_rejection,
 )
 from tidegate_engine.server.generation import Choice, Generation
+from tidegate_engine.server.request_id import is_named
 from tidegate_engine.service_levels import ServiceLevels
 
 STALLED_SECONDS = 2.0
@@ -56,18 +57,23 @@ class Generations:
         self._by_id: dict[str, Generation] = {}
         self._by_request: dict[str, Choice] = {}
         self._is_draining = False
+        self._is_told_to_drain = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
     def is_draining(self) -> bool:
         """Whether new work is refused."""
-        return self._is_draining
+        return self._is_draining or self._is_told_to_drain
 
     @property
     def running_ids(self) -> tuple[str, ...]:
         """Ids of the generations that haven't ended."""
         return tuple(self._by_id)
+
+    def request_ids(self, name: str) -> list[str]:
+        """Return the ids of the running requests that `name` means, as `is_named` has it."""
+        return [request_id for request_id in self._by_request if is_named(request_id, name)]
 
     def begin(self, generation: Generation, requests: Sequence[Request]) -> None:
         """Submit all choices of a generation; from here on its outputs come.
@@ -77,7 +83,7 @@ class Generations:
         Raises:
             EngineDrainingError: No new work is taken.
         """
-        if self._is_draining:
+        if self.is_draining:
             raise EngineDrainingError
         self._by_id[generation.generation_id] = generation
         self._idle.clear()
@@ -139,6 +145,10 @@ class Generations:
     def begin_drain(self) -> None:
         """Refuse new work from now on; what runs goes on."""
         self._is_draining = True
+
+    def follow_drain(self, *, is_told: bool) -> None:
+        """Refuse new work while the pool's policy says so; `begin_drain` is for good."""
+        self._is_told_to_drain = is_told
 
     async def drain(self, grace_seconds: float) -> None:
         """Refuse new work and wait until what runs has ended and was read.

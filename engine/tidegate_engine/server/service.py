@@ -6,16 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from typing import TypeVar
 
 from tidegate_engine.bridge import EngineBridge, engine_stats
+from tidegate_engine.core.standings import StandingBook
 from tidegate_engine.core.step_scheduler import StepScheduler
 from tidegate_engine.events import EngineStats, Refused
 from tidegate_engine.executor.base import Executor
 from tidegate_engine.fleet.rates import FleetRates
-from tidegate_engine.loop import EngineLoop
+from tidegate_engine.loop import EngineLoop, EngineStoppedError
 from tidegate_engine.metrics import EngineMetrics
 from tidegate_engine.policy_board import PolicyBoard
 from tidegate_engine.server.decision_ring import DecisionRing
+from tidegate_engine.server.errors import EngineFailedError
 from tidegate_engine.server.generation import MAX_UNREAD_EVENTS
 from tidegate_engine.server.generations import Generations
 from tidegate_engine.server.identity import Identities
@@ -23,6 +26,8 @@ from tidegate_engine.server.rate_gate import RateGate
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_engine.server.shared_call import SharedCall
 from tidegate_engine.service_levels import ServiceLevels
+
+T = TypeVar("T")
 
 COUNT_PATIENCE_SECONDS = 2.0
 """How long who counts waits for the step in flight; then the last count has to do."""
@@ -64,6 +69,17 @@ class Service:
         self.decisions.note_refusal(refused, revision=in_force.revision if in_force else 0)
         self.metrics.count_refusal(tenant, reason)
         self.levels.note_refusal(tenant, reason)
+
+    async def look(self, at: Callable[[StandingBook, float], T]) -> T:
+        """Ask where requests stand, at the next step boundary.
+
+        Raises:
+            EngineFailedError: There will be none.
+        """
+        try:
+            return await asyncio.wrap_future(self.engine.look(at))
+        except EngineStoppedError as error:
+            raise EngineFailedError(f"{error}") from error
 
     def date_of(self, at: float) -> str:
         """Return a reading of the engine's clock as a date that people can read, in UTC."""

@@ -49,7 +49,12 @@ def decisions(engine: RunningEngine, query: str = "") -> list[dict[str, Any]]:
 )
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("GET", "/admin/policy"), ("POST", "/admin/drain"), ("GET", "/admin/decisions")],
+    [
+        ("GET", "/admin/policy"),
+        ("POST", "/admin/drain"),
+        ("GET", "/admin/decisions"),
+        ("GET", "/admin/requests/x"),
+    ],
 )
 def test_nobody_comes_in_without_the_token(
     engine: RunningEngine, method: str, path: str, header: str | None

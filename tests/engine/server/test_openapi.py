@@ -19,6 +19,8 @@ OPERATIONS = (
     "DELETE /v1/requests/{request_id}",
     "GET /v1/models",
     "GET /v1/models/{name}",
+    "GET /v1/tidegate/usage",
+    "GET /v1/tidegate/queue",
     "GET /healthz",
     "GET /readyz",
     "GET /metrics",

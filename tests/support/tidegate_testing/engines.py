@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 import socket
 import threading
 import time
@@ -261,6 +262,35 @@ def a_running_engine(
         exits.close()
         servers[0].should_exit = True
         thread.join()
+
+
+@contextmanager
+def waiting_requests(
+    engine: RunningEngine, *named: tuple[str, str], n: int = 1, max_tokens: int = 400
+) -> Iterator[None]:
+    """Send one request after the other, each of a tenant and with a name; cancel them at the end.
+
+    All are in the engine when the block begins. Nobody reads their answers.
+    """
+    asked = {"model": MODEL, "prompt": "Hello", "max_tokens": max_tokens, "n": n, "stream": True}
+    body = json.dumps(asked).encode()
+    expected = engine.stats().scheduler.arrivals
+    with ExitStack() as exits:
+        for tenant, name in named:
+            connection = socket.create_connection(("127.0.0.1", engine.port))
+            exits.enter_context(connection)
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nhost: engine\r\nx-request-id: {name}\r\n"
+                f"authorization: Bearer {key_of(tenant)}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\n\r\n"
+            )
+            connection.sendall(head.encode() + body)
+            expected += n
+            eventually(
+                lambda: engine.stats().scheduler.arrivals == expected,  # noqa: B023
+                f"{name} in the engine",
+            )
+        yield
 
 
 def rates_of(redis: Redis) -> FleetRates:
