@@ -65,7 +65,7 @@ class TenantUsage(Model):
         Duration | None,
         Field(
             description="Longest time that an engine took from the arrival of stopPolicy Drain or "
-            "Cancel to the tenant's last KV block free; absent while it isn't stopped, or holds any."
+            "Cancel to the tenant's last KV block free; absent while that isn't so."
         ),
     ] = None
     preempted: Annotated[Count | None, Field(description="Preemptions suffered.")] = None
