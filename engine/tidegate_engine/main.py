@@ -33,6 +33,7 @@ from tidegate_engine.parts import Parts, load_parts
 from tidegate_engine.policy_source import PolicySource, ed25519_verifier
 from tidegate_engine.reports import Reporter, TenantBooks
 from tidegate_engine.server.connections import listen
+from tidegate_engine.server.leave import Leave
 from tidegate_engine.server.ports import AdminDoor, Ports
 from tidegate_engine.server.service import Service, assemble
 from tidegate_engine.settings import Settings, SettingsError
@@ -122,6 +123,8 @@ async def run_engine(
         clock=time.monotonic,
         max_waiting=settings.max_waiting,
     )
+    leave = Leave(service.generations, settings, clock=service.clock)
+    service.board.on_change.append(leave.use_policy)
     if gateway_token is not None:
         service.identities.trust_gateway(gateway_token)
     service.engine.start()
@@ -138,8 +141,9 @@ async def run_engine(
     try:
         await asyncio.wait(running.tasks, return_when=asyncio.FIRST_COMPLETED)
         if asked_to_stop.done():
-            _log.info("draining, at most %g s", settings.drain_seconds)
-            await service.generations.drain(settings.drain_seconds)
+            grace_seconds = leave.grace_seconds()
+            _log.info("draining, at most %g s", grace_seconds)
+            await service.generations.drain(grace_seconds)
     finally:
         failed = await _stop(service, ports, running)
         await redis.aclose()

@@ -19,6 +19,9 @@ from tidegate_operator.resources import (
     TenantPolicy,
 )
 
+DRAINING_ANNOTATION = "tidegate.io/draining"
+"""On a pod: its engine takes no new work while this has a value, whoever set it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InvalidObject:
@@ -41,6 +44,8 @@ class PodView:
     Attributes:
         is_ready: The Ready condition is True and the pod isn't being deleted.
         is_terminating: Its deletion was asked for.
+        draining: Why its engine is to take no new work, from `DRAINING_ANNOTATION`; empty = it may.
+        created: RFC 3339 in UTC: sorts by age.
     """
 
     namespace: str
@@ -49,6 +54,8 @@ class PodView:
     labels: Mapping[str, str] = field(default_factory=dict)
     is_ready: bool = False
     is_terminating: bool = False
+    draining: str = ""
+    created: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

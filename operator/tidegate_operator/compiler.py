@@ -19,6 +19,7 @@ from tidegate_operator.references import (
 from tidegate_operator.resources import EnginePool, TenantPolicy
 from tidegate_operator.rules import (
     batching_rule,
+    drain_rule,
     kv_estimate,
     pool_flaws,
     tenant_rule,
@@ -126,6 +127,7 @@ def compile_pool(view: ClusterView, pool: EnginePool) -> CompiledPool:
             watermarks=watermark_rule(pool),
             kv_estimate=kv_estimate(pool),
             unknown_tenants=unknown_tenants_rule(pool, own.tier.name),
+            drain=drain_rule(pool, view.pods_of(pool)),
         ),
         verdicts=verdicts,
         flaws=tuple(pool_flaws(pool)),

@@ -5,7 +5,7 @@ lack a field which they require.
 """
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from inspect import isawaitable
@@ -17,7 +17,15 @@ import aiohttp
 from kubernetes.aio import client
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 
-from tidegate_operator.resources import API_VERSION, GROUP, KINDS, VERSION, EnginePool, Resource
+from tidegate_operator.resources import (
+    API_VERSION,
+    GROUP,
+    KINDS,
+    VERSION,
+    EnginePool,
+    Resource,
+    WorkloadKind,
+)
 
 FIELD_MANAGER = "tidegate"
 API_KEYS_LABEL = "tidegate.io/api-keys"
@@ -30,6 +38,7 @@ WATCH_SILENCE_SECONDS = 90.0
 
 _JSON = "application/json"
 _APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
 _METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 
@@ -70,6 +79,9 @@ POOLS = next(watched for watched in CUSTOM if watched.model is EnginePool)
 PODS = Watched(group="", version="v1", plural="pods")
 NAMESPACES = Watched(group="", version="v1", plural="namespaces", is_namespaced=False)
 SECRETS = Watched(group="", version="v1", plural="secrets", label_selector=f"{API_KEYS_LABEL}=true")
+WORKLOADS = {
+    kind: Watched(group="apps", version="v1", plural=f"{kind.lower()}s") for kind in WorkloadKind
+}
 WATCHED = (*CUSTOM, NAMESPACES, SECRETS, PODS)
 
 
@@ -169,6 +181,56 @@ class KubeApi:
 
     async def list_metadata(self, watched: Watched, namespaces: Sequence[str]) -> list[Any]:
         """Return the metadata of all objects of a namespaced kind, without what is in them.
+    async def read(self, watched: Watched, namespace: str, name: str) -> Any:  # noqa: ANN401
+        """Return one namespaced object as JSON.
+
+        Raises:
+            ApiError: With status 404 when there is no such object.
+        """
+        return await self.request("GET", f"{watched.path(namespace)}/{quote(name)}")
+
+    async def set_replicas(
+        self, watched: Watched, namespace: str, name: str, replicas: int
+    ) -> None:
+        """Have a workload scaled, and own its replicas from then on.
+
+        Raises:
+            ApiError: With status 404 when there is no such object.
+        """
+        body = {
+            "apiVersion": "autoscaling/v1",
+            "kind": "Scale",
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {"replicas": replicas},
+        }
+        query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
+        path = f"{watched.path(namespace)}/{quote(name)}/scale"
+        await self.request("PATCH", path, query=query, body=body, content_type=_APPLY)
+
+    async def give_replicas(self, namespace: str, pool: str, replicas: int) -> None:
+        """Set the replicas of an EnginePool that has none; what has none can't be applied to.
+
+        Raises:
+            ApiError: With status 404 when there is no such pool.
+        """
+        path = f"{POOLS.path(namespace)}/{quote(pool)}/scale"
+        body = {"spec": {"replicas": replicas}}
+        query = [("fieldManager", FIELD_MANAGER)]
+        await self.request("PATCH", path, query=query, body=body, content_type=_MERGE)
+
+    async def annotate(
+        self, watched: Watched, namespace: str, name: str, annotations: Mapping[str, str | None]
+    ) -> None:
+        """Set annotations of an object; None removes one.
+
+        Raises:
+            ApiError: With status 404 when there is no such object.
+        """
+        path = f"{watched.path(namespace)}/{quote(name)}"
+        body = {"metadata": {"annotations": dict(annotations)}}
+        query = [("fieldManager", FIELD_MANAGER)]
+        await self.request("PATCH", path, query=query, body=body, content_type=_MERGE)
+
 
         Raises:
             ApiError: The API server refused.

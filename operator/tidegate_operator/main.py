@@ -71,6 +71,7 @@ class Operator:
             metrics=metrics,
             usage_seconds=settings.usage_seconds,
         )
+            scale_api=api,
         self._sweeper = Sweeper(
             api,
             cache=self._cache,

@@ -58,6 +58,8 @@ class PoolState:
     Attributes:
         is_redis_reachable: Also False where Redis takes no policy of this pool.
         activity: Of the last sampling window; None until the first one is over.
+        flaws: What is wrong with how it is scaled.
+        missing: References for that which lead nowhere.
     """
 
     pool: EnginePool
@@ -65,6 +67,8 @@ class PoolState:
     engines: Engines
     is_redis_reachable: bool = True
     activity: PoolActivity | None = None
+    flaws: tuple[Flaw, ...] = ()
+    missing: tuple[Flaw, ...] = ()
 
     @property
     def published(self) -> Published | None:
@@ -157,8 +161,8 @@ def plan_pool_status(state: PoolState, *, known: Json, now: datetime) -> StatusU
     is_cut_off = not state.is_redis_reachable
     was_programmed = is_cut_off and _holds(known, ConditionType.PROGRAMMED)
     verdicts = [
-        accepted(state.compiled.flaws, unenforced=unenforced_fields(pool.spec)),
-        resolved_refs(state.compiled.missing),
+        accepted((*state.compiled.flaws, *state.flaws), unenforced=unenforced_fields(pool.spec)),
+        resolved_refs((*state.compiled.missing, *state.missing)),
         programmed(key, engines, revision, was_programmed=was_programmed)
         if state.is_published
         else pending(key),

@@ -8,6 +8,7 @@ from tidegate_operator.planner import PoolState
 from tidegate_operator.progress import Engines, Published
 from tidegate_operator.reports import ReportBook
 from tidegate_operator.usage import PoolActivity, UsageMeter
+from tidegate_operator.verdicts import Flaw
 
 
 @dataclass(slots=True)
@@ -20,6 +21,9 @@ class PoolRecord:
         changed_at: Loop time of the first change that not every ready engine runs yet.
         behind: Policies in force that not every ready engine was seen to run.
         held_revision: The newest revision that a policy which is not behind counts on.
+        scale_flaws: What keeps its workload from being scaled.
+        scale_missing: The workload, where there is none.
+        autoscaler_flaws: What keeps its autoscaler from being written.
     """
 
     compiled: CompiledPool
@@ -30,6 +34,9 @@ class PoolRecord:
     changed_at: float | None = None
     behind: set[str] = field(default_factory=set)
     held_revision: int = 0
+    scale_flaws: tuple[Flaw, ...] = ()
+    scale_missing: tuple[Flaw, ...] = ()
+    autoscaler_flaws: tuple[Flaw, ...] = ()
 
 
 class Pools:
@@ -65,4 +72,6 @@ class Pools:
             ),
             is_redis_reachable=self.is_listening and self.is_storing and not record.is_refused,
             activity=record.activity,
+            flaws=(*record.scale_flaws, *record.autoscaler_flaws),
+            missing=record.scale_missing,
         )

@@ -16,6 +16,7 @@ from tidegate_operator.publisher import Publisher
 from tidegate_operator.reporter import Reporter
 from tidegate_operator.reports import ReportBook
 from tidegate_operator.resources import TenantPolicy
+from tidegate_operator.scaler import ScaleApi, Scaler
 from tidegate_operator.status import StatusWriter
 from tidegate_operator.usage import PoolActivity
 from tidegate_operator.watch_cache import WatchCache
@@ -42,6 +43,7 @@ class Reconciler:
         writer: StatusWriter,
         metrics: Metrics,
         usage_seconds: float,
+        scale_api: ScaleApi,
     ) -> None:
         self._cache = cache
         self._book = book
@@ -57,6 +59,7 @@ class Reconciler:
             reporter=self._reporter,
             metrics=metrics,
         )
+        self._scaler = Scaler(scale_api, self._pools, book=book, reporter=self._reporter)
         self._dirty: dict[str, float] = {}
         self._changed = asyncio.Event()
 
@@ -121,6 +124,7 @@ class Reconciler:
             group.create_task(self._publisher.run())
             group.create_task(self._publisher.watch_store())
             group.create_task(self._reporter.run())
+            group.create_task(self._scaler.run())
             group.create_task(self._expire_for_ever())
             group.create_task(self._measure_for_ever())
 
@@ -155,6 +159,7 @@ class Reconciler:
             else:
                 self._forget(key)
         self._publisher.publish(fresh)
+        self._scaler.look_at(fresh)
         self._reporter.report_plain(view)
 
     def _adopt(self, compiled: CompiledPool, since: float) -> None:

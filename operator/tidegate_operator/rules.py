@@ -5,6 +5,7 @@ Nothing is looked up here, and nothing is compared with other objects.
 
 from collections.abc import Iterator, Sequence
 
+from tidegate_operator.cluster import PodView
 from tidegate_operator.resources import (
     Batching,
     EnginePool,
@@ -22,6 +23,7 @@ from tidegate_operator.resources import (
 from tidegate_operator.verdicts import Flaw, Reason
 from tidegate_policies.rules import (
     BatchingRule,
+    DrainRule,
     KvEstimate,
     PreemptionMode,
     PreemptionRule,
@@ -152,6 +154,12 @@ def watermark_rule(pool: EnginePool) -> WatermarkRule:
 def kv_estimate(pool: EnginePool) -> KvEstimate:
     """Return how much KV the pool's engines expect a request to need."""
     return KvEstimate(pool.spec.kv.estimate)
+
+
+def drain_rule(pool: EnginePool, pods: Sequence[PodView]) -> DrainRule:
+    """Return which engines are to take no new work, and how long they have."""
+    draining = sorted(pod.name for pod in pods if pod.draining)
+    return DrainRule(engines=tuple(draining), seconds=_seconds(pool.spec.drain.timeout))
 
 
 def unknown_tenants_rule(pool: EnginePool, tier: str) -> UnknownTenantsRule:

@@ -37,6 +37,7 @@ class Reason(enum.StrEnum):
     QUOTA_OVERSUBSCRIBED = "QuotaOversubscribed"
     KEY_CONFLICT = "KeyConflict"
     TIER_CONFLICT = "TierConflict"
+    REPLICAS_CONFLICT = "ReplicasConflict"
 
     RESOLVED_REFS = "ResolvedRefs"
     POOL_NOT_FOUND = "PoolNotFound"
@@ -45,6 +46,7 @@ class Reason(enum.StrEnum):
     SERVICE_LEVEL_NOT_FOUND = "ServiceLevelNotFound"
     SECRET_NOT_FOUND = "SecretNotFound"
     SECRET_KEY_NOT_FOUND = "SecretKeyNotFound"
+    WORKLOAD_NOT_FOUND = "WorkloadNotFound"
 
     PROGRAMMED = "Programmed"
     PENDING = "Pending"

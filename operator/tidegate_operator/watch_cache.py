@@ -8,7 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tidegate_operator.cluster import ClusterView, InvalidObject, PodView, pool_keys
+from tidegate_operator.cluster import (
+    DRAINING_ANNOTATION,
+    ClusterView,
+    InvalidObject,
+    PodView,
+    pool_keys,
+)
 from tidegate_operator.kube import API_KEYS_LABEL, NAMESPACES, PODS, POOLS, SECRETS, Watched
 from tidegate_operator.resources import (
     EnginePool,
@@ -223,6 +229,8 @@ def _read_pod(raw: Raw) -> PodView:
         labels=dict(metadata.get("labels") or {}),
         is_ready=is_ready and not is_terminating,
         is_terminating=is_terminating,
+        draining=(metadata.get("annotations") or {}).get(DRAINING_ANNOTATION, ""),
+        created=metadata.get("creationTimestamp") or "",
     )
 
 

@@ -256,6 +256,22 @@ class WatermarkRule:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRule:
+    """How engines leave the pool.
+
+    Attributes:
+        engines: Pod names of those that are to take no new work, in order.
+        seconds: How long requests may go on once their engine drains; None = the engine's own
+            setting.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = KNOWN_FIELDS_ONLY
+
+    engines: tuple[str, ...] = ()
+    seconds: Annotated[float | None, Field(ge=0)] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownTenantsRule:
     """Requests with no known identity.
 

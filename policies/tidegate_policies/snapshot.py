@@ -26,6 +26,7 @@ from tidegate_policies.rules import (
     MAX_RESERVED_PERCENT,
     UNKNOWN_TENANT,
     BatchingRule,
+    DrainRule,
     KvEstimate,
     TenantRule,
     TierRule,
@@ -54,6 +55,7 @@ class PolicySnapshot:
     unknown_tenants: UnknownTenantsRule = field(default_factory=UnknownTenantsRule)
     tiers: tuple[TierRule, ...] = ()
     tenants: tuple[TenantRule, ...] = ()
+    drain: DrainRule = field(default_factory=DrainRule)
 
     def __post_init__(self) -> None:
         _check_consistency(self)
@@ -69,6 +71,7 @@ class PolicySnapshot:
         watermarks: WatermarkRule | None = None,
         kv_estimate: KvEstimate = KvEstimate.PREDICTED,
         unknown_tenants: UnknownTenantsRule | None = None,
+        drain: DrainRule | None = None,
     ) -> "PolicySnapshot":
         """Build a snapshot in canonical order: same content, same digest.
 
@@ -83,6 +86,7 @@ class PolicySnapshot:
             unknown_tenants=unknown_tenants or UnknownTenantsRule(),
             tiers=tuple(sorted(tiers, key=lambda t: (-t.value, t.name))),
             tenants=tuple(sorted(tenants, key=lambda t: t.tenant)),
+            drain=drain or DrainRule(),
         )
 
     @classmethod

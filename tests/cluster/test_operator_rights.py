@@ -76,7 +76,9 @@ def test_operator_of_all_namespaces_may_do_its_work_and_nothing_else(
     allowed = {
         ("watch", "namespaces", ""),
         ("patch", "pods", ""),
+        ("get", "deployments.apps", ""),
         ("patch", "deployments.apps#scale", ""),
+        ("patch", "enginepools.tidegate.io#scale", ""),
         ("list", "secrets", namespace),
         ("create", "leases.coordination.k8s.io", namespace),
     }
@@ -90,6 +92,7 @@ def test_operator_of_all_namespaces_may_do_its_work_and_nothing_else(
         ("create", "pods#exec", namespace),
         ("patch", "namespaces", ""),
         ("patch", "deployments.apps", ""),
+        ("list", "deployments.apps", ""),
         ("get", "configmaps", namespace),
         ("create", "leases.coordination.k8s.io", elsewhere),
         ("update", "leases.coordination.k8s.io", namespace),

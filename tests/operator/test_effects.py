@@ -21,10 +21,17 @@ from tidegate_operator.resources import (
     ServiceLevel,
     TenantPolicy,
 )
+from tidegate_operator.scaling import Workload, choose_victims
+from tidegate_policies.snapshot import PolicySnapshot
+from tidegate_policies.wire import EngineReport
 from tidegate_testing.manifests import Manifest, changed, full_manifest, policy_with_references
 from tidegate_testing.objects import a_metadata, a_pod_view, a_view
 
-SAID_TO_PEOPLE = {("PriorityTier", "spec.description")}
+SAID_TO_PEOPLE = {
+    ("PriorityTier", "spec.description"),
+    # There is one version.
+    ("EnginePool", "spec.workloadRef.apiVersion"),
+}
 
 _NOBODY = {"from": "Selector", "selector": {"matchLabels": {"app": "other"}}}
 
@@ -102,6 +109,11 @@ OTHER_VALUES: dict[tuple[str, str], object] = {
     ("EnginePool", "spec.unknownTenants.weight"): 9,
     ("EnginePool", "spec.unknownTenants.maxRunning"): 9,
     ("EnginePool", "spec.allowedNamespaces"): _NOBODY,
+    ("EnginePool", "spec.workloadRef.kind"): "StatefulSet",
+    ("EnginePool", "spec.workloadRef.name"): "other",
+    ("EnginePool", "spec.replicas"): 4,
+    ("EnginePool", "spec.drain.timeout"): "3m",
+    ("EnginePool", "spec.drain.victim"): "FewestTokens",
 }
 
 
@@ -131,7 +143,8 @@ def decided(kind: str = "", path: str = "", value: object = None) -> tuple[objec
 
     def read(model: type[Any], manifest: Manifest, name: str, namespace: str) -> Any:  # noqa: ANN401
         # One policy says how it is served, the other one refers to what says so.
-        if model.definition.kind == kind and ("Ref." in path) is (name == "referring"):
+        is_referring = kind == "TenantPolicy" and "Ref." in path
+        if model.definition.kind == kind and is_referring is (name == "referring"):
             manifest = changed(manifest, {path: value})
         return model.model_validate(manifest | {"metadata": a_metadata(name, namespace)})
 
@@ -155,7 +168,32 @@ def decided(kind: str = "", path: str = "", value: object = None) -> tuple[objec
         namespaces={"team": labels},
     )
     defaults = [tier.metadata.name for tier in view.default_tiers]
-    return (compile_pool(view, pool), view.pods_of(pool), defaults)
+    compiled = compile_pool(view, pool)
+    return (compiled, view.pods_of(pool), defaults, scaled(pool, compiled.snapshot))
+
+
+def scaled(pool: EnginePool, snapshot: PolicySnapshot) -> tuple[object, ...]:
+    """Return what is scaled, and which of six engines go, of which the youngest has no tokens."""
+    ref = pool.spec.workload_ref
+    assert ref is not None
+    workload = Workload(
+        kind=ref.kind, name=ref.name, replicas=6, selector=LabelSelector(), is_owned=True
+    )
+    pods = [a_pod_view(f"engine-{age}", created=f"{9 - age}") for age in range(6)]
+    reports = {
+        pod.name: EngineReport(
+            pool="team/llama",
+            pod=pod.name,
+            incarnation="i",
+            sequence=1,
+            kv_used_blocks=int(pod.name[-1]),
+        )
+        for pod in pods
+    }
+    victims = choose_victims(
+        pool, workload, pods, reports=reports, snapshot=snapshot, is_quiet=lambda _: True
+    )
+    return workload, victims
 
 
 def test_every_field_is_marked_or_tried_here() -> None:

@@ -62,6 +62,7 @@ def a_sweeper(
         writer=writer,
         metrics=metrics,
         usage_seconds=1.0,
+        scale_api=api,
     )
     sweeper = Sweeper(
         api,

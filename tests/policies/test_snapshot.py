@@ -144,6 +144,7 @@ def test_the_defaults_are_part_of_the_format() -> None:
             },
         ),
         "tenants": (),
+        "drain": {"engines": (), "seconds": None},
     }
     assert asdict(rule) == {
         "tenant": "a",

@@ -243,7 +243,6 @@ class EnginePoolSpec(Model):
     workload_ref: Annotated[
         WorkloadRef | None,
         Field(description="Workload that `/scale` scales; without it the pool is attach-only."),
-        NOT_ENFORCED_YET,
     ] = None
     replicas: Annotated[
         int | None,
@@ -253,7 +252,6 @@ class EnginePoolSpec(Model):
             description="Engines wanted; set by `kubectl scale` and autoscalers; default is what "
             "the workload has.",
         ),
-        NOT_ENFORCED_YET,
     ] = None
     batching: Annotated[Batching, Field(description="How engines form the batch of a step.")] = (
         Batching()
@@ -274,7 +272,6 @@ class EnginePoolSpec(Model):
     drain: Annotated[
         Drain,
         Field(description="How engines leave at scale-down and shutdown."),
-        NOT_ENFORCED_YET,
     ] = Drain()
 
 

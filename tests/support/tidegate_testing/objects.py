@@ -83,7 +83,14 @@ def a_service_level(name: str, namespace: str = "team", **spec: Any) -> ServiceL
     return ServiceLevel.model_validate({"metadata": a_metadata(name, namespace), "spec": spec})
 
 
-def a_pod_view(name: str, namespace: str = "team", *, is_ready: bool = True) -> PodView:
+def a_pod_view(
+    name: str,
+    namespace: str = "team",
+    *,
+    is_ready: bool = True,
+    draining: str = "",
+    created: str = "",
+) -> PodView:
     """Build an engine's pod."""
     return PodView(
         namespace=namespace,
@@ -91,6 +98,8 @@ def a_pod_view(name: str, namespace: str = "team", *, is_ready: bool = True) -> 
         uid=f"uid-{name}",
         labels={"app": "engine"},
         is_ready=is_ready,
+        draining=draining,
+        created=created,
     )
 
 

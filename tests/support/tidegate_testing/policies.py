@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from tidegate_policies.rules import (
     BatchingRule,
+    DrainRule,
     KvEstimate,
     TenantRule,
     TierRule,
@@ -28,6 +29,7 @@ def a_snapshot(
     watermarks: WatermarkRule | None = None,
     unknown_tenants: UnknownTenantsRule | None = None,
     kv_estimate: KvEstimate = KvEstimate.PREDICTED,
+    drain: DrainRule | None = None,
 ) -> PolicySnapshot:
     """Build a snapshot; without `tiers` there is one, "standard", of value 0.
 
@@ -45,4 +47,5 @@ def a_snapshot(
         watermarks=watermarks,
         unknown_tenants=unknown_tenants,
         kv_estimate=kv_estimate,
+        drain=drain,
     )

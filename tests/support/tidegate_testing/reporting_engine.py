@@ -32,6 +32,7 @@ class ReportingEngine:
         paused: While set, policies are neither read nor acknowledged; heartbeats go on.
         cut_off: While set, nothing is read or reported, as without a way to Redis.
         tenants: Counters to report.
+        running: Requests to report.
     """
 
     def __init__(self, redis_url: str, pool: str, pod: str, public_key: str) -> None:
@@ -40,6 +41,7 @@ class ReportingEngine:
         self.paused = threading.Event()
         self.cut_off = threading.Event()
         self.tenants: Sequence[TenantCounters] = ()
+        self.running = 0
         self._pool = pool
         self._verify = verifier(public_key)
         self._redis = redis.Redis.from_url(redis_url)
@@ -118,7 +120,9 @@ class ReportingEngine:
             revision=self._revision,
             digest=self._digest,
             refused=self._refused,
+            running=self.running,
             kv_blocks=100,
+            kv_used_blocks=sum(counters.kv_used_blocks for counters in self.tenants),
             tenants=tuple(self.tenants),
         ).to_json()
         key = report_key(self._pool, self.pod)
