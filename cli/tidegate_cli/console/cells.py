@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tidegate_cli.console.views import EngineView, LatencyView, PoolView, TenantView, Verdict
-from tidegate_cli.console.words import NOTHING, count_text, percent_text, seconds_text
+from tidegate_cli.console.words import NOTHING, count_text, counted, percent_text, seconds_text
 
 Tone = Literal["", "good", "warn", "bad", "quiet"]
 
@@ -128,33 +128,41 @@ def _tenant_cells(view: TenantView) -> dict[str, Cell]:
         "share": _share_cell(view),
         "kv": _kv_cell(view),
         "requests": Cell(
-            text=f"{count_text(own.running)} running",
-            note=f"{count_text(own.waiting)} waiting · {count_text(own.swapped)} swapped",
+            text=counted(own.running, "running"),
+            note=_listed((own.waiting, "waiting"), (own.swapped, "swapped")),
         ),
         "shed": Cell(
             text=count_text(own.shed),
-            note=f"{count_text(own.preempted)} preempted · {count_text(own.cancelled)} cancelled",
+            note=_listed((own.preempted, "preempted"), (own.cancelled, "cancelled")),
             tone="warn" if own.shed_in_window else "",
         ),
         "tokens": Cell(
-            text=f"{count_text(own.output_tokens)} out",
-            note=f"{count_text(own.prompt_tokens)} in · {count_text(own.cached_tokens)} cached"
-            f" · {count_text(own.recomputed_tokens)} again",
+            text=counted(own.output_tokens, "out"),
+            note=_listed(
+                (own.prompt_tokens, "in"),
+                (own.cached_tokens, "cached"),
+                (own.recomputed_tokens, "again"),
+            ),
         ),
         "cost": Cell(
             text=count_text(view.cost),
-            note=f"{count_text(own.output_tokens_per_second)} tokens/s",
+            note=counted(own.output_tokens_per_second, "tokens/s"),
         ),
     }
+
+
+def _listed(*counts: tuple[float, str]) -> str:
+    """Write the numbers that aren't 0."""
+    return " · ".join(counted(count, noun) for count, noun in counts if count)
 
 
 def _latency_cell(latency: LatencyView | None, attained: int | None) -> Cell:
     if latency is None:
         return Cell(text=NOTHING, note="no target", tone="quiet")
-    target = f"p{latency.percentile} ≤ {seconds_text(latency.target_seconds)}"
+    target = f"p{latency.percentile} ≤\N{NO-BREAK SPACE}{seconds_text(latency.target_seconds)}"
     if latency.seconds is None:
         return Cell(text="no traffic", note=target, tone="quiet")
-    kept = "" if attained is None else f" · {attained} % kept"
+    kept = "" if attained is None else f" · {percent_text(attained)} kept"
     tone: Tone = "good" if latency.is_met else "bad"
     return Cell(text=seconds_text(latency.seconds), note=target + kept, tone=tone)
 
@@ -174,7 +182,7 @@ def _share_cell(view: TenantView) -> Cell:
 
 def _kv_cell(view: TenantView) -> Cell:
     borrowed = view.kv_percent > view.nominal_percent and view.activity.kv_borrowed_blocks > 0
-    nominal = f"nominal {view.nominal_percent} %"
+    nominal = f"nominal {percent_text(view.nominal_percent)}"
     return Cell(
         text=percent_text(view.kv_percent),
         note=f"{nominal} · borrows" if borrowed else nominal,

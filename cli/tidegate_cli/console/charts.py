@@ -20,6 +20,8 @@ OTHERS = "others"
 # Told apart by people with any colour vision, on white as on black: after Okabe and Ito.
 COLOURS = ("#2f7ed8", "#e08b00", "#16a085", "#c2569b", "#7a6ff0", "#d1495b", "#5b8c2a", "#8a8f98")
 LOW_COLOUR, HIGH_COLOUR = "#b7791f", "#d1495b"
+_LINE = {"lineStyle": {"color": "rgba(128, 140, 155, 0.35)"}}
+_AXIS = {"splitLine": _LINE, "axisLine": _LINE, "axisTick": _LINE}
 
 
 def kv_chart(pool: PoolView, samples: Sequence[Sample]) -> Options:
@@ -94,8 +96,14 @@ def queue_chart(pool: PoolView, tenants: Sequence[str]) -> Options:
     return {
         **_base(),
         "tooltip": {"trigger": "axis", "axisPointer": {"type": "shadow"}, "confine": True},
-        "xAxis": {"type": "value", "minInterval": 1, "min": 0},
-        "yAxis": {"type": "category", "data": [q.tier for q in pool.queue], "inverse": True},
+        "xAxis": {"type": "value", "minInterval": 1, "min": 0, **_AXIS},
+        "yAxis": {
+            "type": "category",
+            "data": [queue.tier for queue in pool.queue],
+            "inverse": True,
+            **_AXIS,
+            "splitLine": {"show": False},
+        },
         "series": series,
     }
 
@@ -106,7 +114,14 @@ def _base() -> Options:
         "animation": False,
         "color": list(COLOURS),
         "grid": {"left": 8, "right": 16, "top": 14, "bottom": 34, "containLabel": True},
-        "legend": {"type": "scroll", "bottom": 0, "icon": "roundRect", "itemHeight": 8},
+        "legend": {
+            "type": "scroll",
+            "bottom": 0,
+            "icon": "roundRect",
+            "itemHeight": 8,
+            "pageIconColor": "#5f8fd0",
+            "pageIconInactiveColor": "rgba(128, 140, 155, 0.5)",
+        },
     }
 
 
@@ -119,7 +134,8 @@ def _over_time(
     whole: bool = False,
 ) -> Options:
     newest = samples[-1].at if samples else 0.0
-    vertical: Options = {"type": "value", "min": 0, "axisLabel": {"formatter": "{value}" + unit}}
+    label = {"formatter": "{value}" + unit}
+    vertical: Options = {"type": "value", "min": 0, "axisLabel": label, **_AXIS}
     if whole:
         vertical["minInterval"] = 1
     return {
@@ -130,7 +146,14 @@ def _over_time(
             "min": 1000 * (newest - KEPT_SECONDS),
             "max": 1000 * newest,
             "splitNumber": 3,
-            "axisLabel": {"formatter": "{HH}:{mm}:{ss}", "hideOverlap": True},
+            "axisLabel": {
+                "formatter": "{HH}:{mm}:{ss}",
+                "hideOverlap": True,
+                "showMinLabel": False,
+                "showMaxLabel": False,
+            },
+            **_AXIS,
+            "splitLine": {"show": False},
         },
         "yAxis": vertical if most is None else {**vertical, "max": most},
         "series": lines,

@@ -34,7 +34,7 @@ class Past:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """All pools; whatever could not be read is missing, and `problems` says so.
+    """All pools; whatever could not be read is missing.
 
     Attributes:
         pools: EnginePool objects by `namespace/name`.
@@ -42,7 +42,6 @@ class Fleet:
         published: By pool.
         reports: By pool.
         past: By pool.
-        problems: Sentences.
     """
 
     pools: Mapping[str, Json] = field(default_factory=dict)
@@ -50,7 +49,6 @@ class Fleet:
     published: Mapping[str, PublishedPolicy] = field(default_factory=dict)
     reports: Mapping[str, Reports] = field(default_factory=dict)
     past: Mapping[str, Past] = field(default_factory=dict)
-    problems: tuple[str, ...] = ()
 
     @property
     def pool_names(self) -> list[str]:

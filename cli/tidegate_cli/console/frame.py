@@ -51,6 +51,7 @@ def page_frame(path: str, request: Request, watch: FleetWatch) -> Iterator[None]
         watch: Tells what could not be read.
     """
     ui.add_css(_STYLE)
+    ui.colors(primary="#1257b8")
     with ui.element("header").classes("top"):
         text("span", "Tidegate").classes("brand")
         with ui.element("nav").props('aria-label="Pages"'):
@@ -61,17 +62,17 @@ def page_frame(path: str, request: Request, watch: FleetWatch) -> Iterator[None]
         with ui.element("div").classes("end"):
             live = text("span").classes("live").props('role="status"')
             _theme_button(request)
-    with ui.element("main") as main:
+    with ui.element("div").classes("content") as content:
         text("h1", PAGES[path])
         problems = text("div").classes("problems").props('role="alert"')
         yield
-    ui.skip_link("Skip to content", target=main)
+    ui.skip_link("Skip to content", target=content)
 
     def tell() -> None:
         told = watch.problems
         problems.text = "\n".join(told)
         problems.set_visibility(bool(told))
-        live.text = "stale" if told else f"live · {time.strftime('%H:%M:%S')}"
+        live.text = f"live · {time.strftime('%H:%M:%S')}" if watch.is_live else "not live"
 
     tell()
     ui.timer(1.0, tell)

@@ -1,9 +1,12 @@
 """The pages: pools, tenants, a request."""
 
+from urllib.parse import quote
+
 from nicegui import ui
 from nicegui.elements.mixins.text_element import TextElement
 from starlette.requests import Request
 
+from tidegate_cli.cluster_access import ClusterError
 from tidegate_cli.console.cells import (
     ENGINE_COLUMNS,
     TENANT_COLUMNS,
@@ -20,7 +23,7 @@ from tidegate_cli.console.charts import (
     queue_chart,
     step_chart,
 )
-from tidegate_cli.console.explain import Explain, ExplainError
+from tidegate_cli.console.explain import Explain
 from tidegate_cli.console.frame import cell_table, page_frame, refresh_with, set_rows, text
 from tidegate_cli.console.requests import DECISION_COLUMNS, RequestView, request_view
 from tidegate_cli.console.views import PoolView
@@ -28,7 +31,11 @@ from tidegate_cli.console.watch import FleetWatch
 from tidegate_cli.console.words import NOTHING, count_text, percent_text, seconds_text
 
 TENANTS_PER_PAGE = 50
-REQUEST_SECONDS = 1.0
+UNITS = (
+    "Shares and rates are of the last 30 seconds; tokens, refusals and cost since the engines"
+    " started. Cost counts 1 for each computed prompt token and 2 for each output token."
+)
+REQUEST_SECONDS = 2.0
 NO_POOLS = (
     "There is no EnginePool yet. Apply one, and engines that name it will appear here within"
     " seconds."
@@ -125,7 +132,7 @@ class PoolPanel:
 
 
 class _RequestPage:
-    """Looks a request up, and again every second."""
+    """Looks a request up, and again every other second."""
 
     def __init__(self, explain: Explain, request_id: str) -> None:
         self._explain = explain
@@ -136,7 +143,6 @@ class _RequestPage:
         self._said = text("p").classes("empty").props('role="status"')
         self._place = ui.element("div")
         self._shown: list[RequestView] | None = None
-        self._tables: dict[str, ui.table] = {}
         if request_id:
             self._said.text = f"Looking for {request_id} …"
             ui.timer(REQUEST_SECONDS, self._look, immediate=True)
@@ -147,12 +153,12 @@ class _RequestPage:
             )
 
     def _go(self) -> None:
-        ui.navigate.to(f"/request?id={(self._wanted.value or '').strip()}")
+        ui.navigate.to(f"/request?id={quote((self._wanted.value or '').strip())}")
 
     async def _look(self) -> None:
         try:
             found = [request_view(one) for one in await self._explain(self._request_id)]
-        except ExplainError as error:
+        except ClusterError as error:
             self._said.text = str(error)
             return
         self._said.text = "" if found else f"No engine knows a request {self._request_id}."
@@ -174,7 +180,6 @@ def _tenants_page(watch: FleetWatch) -> None:
 
     def show() -> None:
         word = (wanted.value or "").strip().lower()
-        by_pool: dict[str, list[object]] = {}
         views = watch.tenants()
         found = {
             pool: [
@@ -184,7 +189,7 @@ def _tenants_page(watch: FleetWatch) -> None:
             ]
             for pool in dict.fromkeys(view.pool for view in views)
         }
-        empty.set_visibility(not by_pool and not found)
+        empty.set_visibility(not found)
         if list(tables) != list(found):
             place.clear()
             tables.clear()
@@ -201,9 +206,11 @@ def _tenant_panel(pool: str) -> ui.table:
     with ui.element("section").classes("panel").props(f'aria-label="Tenants of {pool}"'):
         with ui.element("div").classes("panel-head"):
             text("h2", pool)
-        return cell_table(
+        table = cell_table(
             TENANT_COLUMNS, label=f"Tenants of {pool}", rows_per_page=TENANTS_PER_PAGE
         )
+        text("p", UNITS).classes("aside")
+    return table
 
 
 def _request_panel(view: RequestView) -> None:

@@ -11,11 +11,13 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from kubernetes.aio.config import KUBE_CONFIG_DEFAULT_LOCATION
 from nicegui import ui
 from redis.asyncio import Redis
 from rich.console import Console
 
-from tidegate_cli.console.explain import Explain
+from tidegate_cli.cluster_access import OPERATOR
+from tidegate_cli.console.explain import Explain, RequestLookup
 from tidegate_cli.console.gate import PARAMETER, Gate, is_loopback
 from tidegate_cli.console.pages import build_pages
 from tidegate_cli.console.watch import FleetWatch
@@ -45,9 +47,10 @@ class ConsoleSettings:
     Attributes:
         port: 0 = any free one.
         token: What visitors present; None = nothing on loopback, one that is made up elsewhere.
-        kubeconfig: None = the service account of the pod.
+        kubeconfig: None = as kubectl finds it, else the service account of the pod.
         redis_ca_file: Certificates that Redis' own is checked against; None = the system's.
         namespaces: Only what is in these; empty = all.
+        operator: Whom to ask about requests, as in `Place`.
     """
 
     host: str = "127.0.0.1"
@@ -57,15 +60,11 @@ class ConsoleSettings:
     redis_url: str = "redis://127.0.0.1:6379/0"
     redis_ca_file: Path | None = None
     namespaces: tuple[str, ...] = ()
+    operator: str = OPERATOR
 
 
-async def run_console(console: Console, *, settings: ConsoleSettings, explain: Explain) -> None:
+async def run_console(console: Console, *, settings: ConsoleSettings) -> None:
     """Serve the page until cancelled; tells where it is.
-
-    Args:
-        console: Told the URL.
-        settings: Where to listen, and what to read.
-        explain: Where requests are looked up.
 
     Raises:
         ListenError: The address can't be listened on.
@@ -79,8 +78,13 @@ async def run_console(console: Console, *, settings: ConsoleSettings, explain: E
             watch = FleetWatch(
                 redis,
                 redis_url=settings.redis_url,
-                kubeconfig=settings.kubeconfig,
+                kubeconfig=settings.kubeconfig or _own_kubeconfig(),
                 namespaces=settings.namespaces,
+            )
+            explain = RequestLookup(
+                lambda: watch.fleet().pool_names,
+                kubeconfig=settings.kubeconfig,
+                operator=settings.operator,
             )
             url = _url(settings.host, listener.getsockname()[1], token)
             console.print(f"Tidegate console: {url}", highlight=False, soft_wrap=True)
@@ -163,6 +167,12 @@ def _url(host: str, port: int, token: str | None) -> str:
     shown = socket.gethostname() if host in {"0.0.0.0", "::"} else host
     shown = f"[{shown}]" if ":" in shown else shown
     return f"http://{shown}:{port}/" + (f"?{PARAMETER}={token}" if token else "")
+
+
+def _own_kubeconfig() -> Path | None:
+    """Return kubectl's default; None where there is none, as in a pod."""
+    path = Path(KUBE_CONFIG_DEFAULT_LOCATION).expanduser()
+    return path if path.exists() else None
 
 
 def _redis(settings: ConsoleSettings) -> "Redis":

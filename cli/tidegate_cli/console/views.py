@@ -192,7 +192,9 @@ def _pool_view(fleet: Fleet, name: str) -> PoolView:
 def _programmed(fleet: Fleet, name: str) -> Verdict:
     found = condition(fleet.pools.get(name, {}), "Programmed")
     if found is None:
-        return Verdict(is_good=None, word="not judged yet" if name in fleet.pools else "no object")
+        return Verdict(
+            is_good=None, word="not judged yet" if name in fleet.pools else "state unknown"
+        )
     is_good = found["status"] == "True"
     word = "Programmed" if is_good else found.get("reason") or "not Programmed"
     return Verdict(is_good=is_good, word=word, message=found.get("message", ""))
@@ -312,7 +314,7 @@ def _state(rule: TenantRule, policy: Json) -> Verdict:
         return Verdict(is_good=False, word=f"stopped: {rule.stop.value}")
     found = condition(policy, "Ready")
     if found is None:
-        return Verdict(is_good=None, word="not judged yet")
+        return Verdict(is_good=None, word="not judged yet" if policy else "unknown")
     word = "Ready" if found["status"] == "True" else found.get("reason") or "not Ready"
     return Verdict(is_good=found["status"] == "True", word=word, message=found.get("message", ""))
 

@@ -1,6 +1,7 @@
 """Keeps up with API server and Redis, as the operator does, and writes to neither."""
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Sequence
@@ -87,7 +88,6 @@ class FleetWatch:
                 for pool, samples in self._past.items()
                 if samples and now - samples[0][0] >= SAMPLE_SECONDS
             },
-            problems=tuple(self._told_problems()),
         )
 
     def pools(self) -> list[PoolView]:
@@ -103,9 +103,19 @@ class FleetWatch:
         return self._history.of(pool)
 
     @property
+    def is_live(self) -> bool:
+        """Whether engines can be heard."""
+        return self._is_listening
+
+    @property
     def problems(self) -> list[str]:
         """What could not be read, in sentences."""
-        return list(self._told_problems())
+        told = [text for _, text in sorted(self._problems.items())]
+        if not self._is_listening:
+            ago = time.monotonic() - self._heard_at
+            age = f" Figures are {ago:.0f} s old." if self._heard_at else ""
+            told.append(f"Redis can't be reached at {self._redis_place}; trying again.{age}")
+        return told
 
     async def run(self) -> None:
         """Keep up until cancelled."""
@@ -125,17 +135,6 @@ class FleetWatch:
             view = build(self.fleet())
             self._shown[what] = (self.version, view)
         return view
-
-    def _told_problems(self) -> list[str]:
-        told = [text for _, text in sorted(self._problems.items())]
-        if not self._is_listening:
-            ago = (
-                f" Figures are {time.monotonic() - self._heard_at:.0f} s old."
-                if (self._heard_at)
-                else ""
-            )
-            told.append(f"Redis can't be reached at {self._redis_place}; trying again.{ago}")
-        return told
 
     def _take_report(self, report: EngineReport) -> None:
         if self._namespaces and report.pool.partition("/")[0] not in self._namespaces:
@@ -207,6 +206,7 @@ class FleetWatch:
     async def _read_api(self) -> None:
         while True:
             try:
+                _check_is_there(self._kubeconfig)
                 async with KubeApi.connected(self._kubeconfig) as api:
                     while True:
                         await self._list(api)
@@ -226,6 +226,12 @@ class FleetWatch:
         self._is_new = True
 
 
+def _check_is_there(kubeconfig: Path | None) -> None:
+    """Look for the file, or the files, as the client would only log that there are none."""
+    if kubeconfig and not any(Path(one).is_file() for one in str(kubeconfig).split(os.pathsep)):
+        raise ConfigException(f"there is no file {kubeconfig}")
+
+
 def _qualified(thing: Json) -> str:
     return f"{thing['metadata']['namespace']}/{thing['metadata']['name']}"
 
@@ -238,7 +244,7 @@ def _place(redis_url: str) -> str:
 
 def _cluster_problem(error: Exception) -> str:
     if isinstance(error, ConfigException):
-        return f"No cluster: the kubeconfig can't be used ({error}). Name one by --kubeconfig."
+        return f"No cluster: {error}. Name a kubeconfig by --kubeconfig."
     if isinstance(error, ApiError) and error.status == 404:
         return "The cluster doesn't know Tidegate's kinds: install the CustomResourceDefinitions."
     if isinstance(error, ApiError) and error.status in {401, 403}:

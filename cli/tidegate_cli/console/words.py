@@ -5,16 +5,18 @@ import math
 NOTHING = "—"
 """Where there is no figure."""
 
+_SPACE = "\N{NO-BREAK SPACE}"
+
 
 def seconds_text(seconds: float) -> str:
     """Write a duration with at most three digits: `0.4 ms`, `1.25 s`, `3.5 min`, `never`."""
     if math.isinf(seconds):
         return "never"
     if seconds < 0.001:
-        return f"{1000 * seconds:.1f} ms"
+        return f"{1000 * seconds:.1f}{_SPACE}ms"
     if seconds < 0.9995:
-        return f"{1000 * seconds:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 120 else f"{seconds / 60:.3g} min"
+        return f"{1000 * seconds:.3g}{_SPACE}ms"
+    return f"{seconds:.3g}{_SPACE}s" if seconds < 120 else f"{seconds / 60:.3g}{_SPACE}min"
 
 
 def count_text(count: float) -> str:
@@ -27,9 +29,9 @@ def count_text(count: float) -> str:
 
 def percent_text(percent: float) -> str:
     """Write a percentage without digits behind the point, but never 0 for something."""
-    return "<1 %" if 0 < percent < 0.5 else f"{percent:.0f} %"
+    return f"<1{_SPACE}%" if 0 < percent < 0.5 else f"{percent:.0f}{_SPACE}%"
 
 
-def plural(count: int, noun: str) -> str:
-    """Write a number of things."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def counted(count: float, noun: str) -> str:
+    """Write a number of things; a line never breaks inside."""
+    return f"{count_text(count)}{_SPACE}{noun}"
