@@ -10,7 +10,13 @@ import pytest
 from tidegate_policies.rules import ServiceRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
-from tidegate_testing.simulation import Simulation, a_prompt, an_h100_with_llama_8b, quantile
+from tidegate_testing.simulation import (
+    Simulation,
+    a_prompt,
+    a_simulation,
+    an_h100_with_llama_8b,
+    quantile,
+)
 
 ITL_SECONDS = 0.030
 LONG_PROMPT, SHORT_PROMPT = 32 * 1024, 64
@@ -62,3 +68,24 @@ def test_running_decodes_keep_their_target_beside_a_long_prompt(num_decodes: int
     engine.drain()
     everything = [gap for trace in engine.log.requests.values() for gap in trace.itl_seconds]
     assert quantile(everything, 0.99) <= ITL_SECONDS
+
+
+def test_a_huge_prompt_stands_still_until_others_have_had_as_much() -> None:
+    engine = a_simulation(
+        a_snapshot(a_tenant("huge"), a_tenant("modest")), blocks=1000, max_batched_tokens=100
+    )
+    engine.arrive("all", tenant="huge", blocks=400, output=4)
+    engine.steps(10)
+    for number in range(5):
+        engine.arrive(f"m{number}", tenant="modest", blocks=13, output=4)
+
+    plans = engine.steps(12)
+
+    first_tokens = [engine.output(f"m{number}") != [] for number in range(5)]
+    assert all(first_tokens)
+    read_of_huge = sum(
+        row.end - row.start for p in plans for row in p.rows if row.request_id == "all"
+    )
+    assert read_of_huge <= 100
+    engine.steps(3)
+    assert any(row.request_id == "all" for row in engine.plans[-1].rows)

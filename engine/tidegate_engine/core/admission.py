@@ -293,9 +293,14 @@ class Admission:
         shares = share_out(together, budget=self._budget, max_partial=most)
         if sum(1 for other in together if shares[other] < other.pending_tokens) <= most:
             return True
-        # Nor do the further prompts of a tenant keep others from beginning their first.
-        reading = {other.tenant.name for other in ahead}
-        return seq.tenant.name not in reading and len(reading) < most
+        # Nor do the further prompts of a tenant keep others from beginning their first, nor those
+        # of whoever has more service before it: they stand still meanwhile.
+        reading = {other.tenant for other in ahead}
+        if len(reading) >= 2 * most or seq.tenant in reading:
+            return False
+        value, key = seq.tenant.tier_value, seq.tenant.key
+        before = [tenant for tenant in reading if tenant.tier_value == value and tenant.key <= key]
+        return len(before) < most
 
     def _promised_to_others(self, seq: Sequence) -> int:
         """Return how many places are kept for other requests of the same tenant."""

@@ -17,6 +17,10 @@ from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Sequence
 from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
 from tidegate_engine.core.tenants import Tenant
+from tidegate_policies.fairness import PROMPT_TOKEN_COST
+
+ROUNDING = 1e-6
+"""Parts of a token below which two sums are the same."""
 
 
 def prefill_budget(running: Running, limits: EngineLimits, step_times: StepTimeModel) -> int:
@@ -66,9 +70,10 @@ def share_out(
 ) -> dict[Sequence, int]:
     """Divide a step's prompt tokens among the prompts that are being read.
 
-    A lower tier gets what a higher one leaves. In a tier, the first few prompts each have a part of
-    the budget that is theirs, so that none stands still. What they leave goes first to whom it
-    lets finish, the shortest first, then to the first in order.
+    A lower tier gets what a higher one leaves. In a tier, the first few prompts have parts of the
+    budget of their own, by their tenants' virtual counters: none stands still beside one whose
+    tenant was served more. What they leave goes first to whom it lets finish, the shortest first,
+    then to the first in order.
 
     Args:
         prefilling: In order of service.
@@ -84,12 +89,8 @@ def share_out(
 def _share_in_tier(
     prefilling: list[Sequence], budget: int, max_partial: int
 ) -> dict[Sequence, int]:
-    shares = dict.fromkeys(prefilling, 0)
-    left = budget
-    part = -(-budget // max(1, min(max_partial, len(prefilling))))
-    for seq in prefilling[:max_partial]:
-        shares[seq] = min(seq.pending_tokens, part, left)
-        left -= shares[seq]
+    shares = dict.fromkeys(prefilling, 0) | _parts(prefilling[:max_partial], budget)
+    left = budget - sum(shares.values())
     for seq in sorted(prefilling, key=lambda s: s.pending_tokens - shares[s]):
         wanted = seq.pending_tokens - shares[seq]
         if wanted > left:
@@ -103,17 +104,49 @@ def _share_in_tier(
     return shares
 
 
+def _parts(prompts: list[Sequence], budget: int) -> dict[Sequence, int]:
+    """Divide a budget so that the tenants' virtual counters end as level as it can make them.
+
+    The least served get all, until they are level with the next; those who are level get tokens by
+    weight. Tenants of weight 0 get what the others leave.
+    """
+    together = [seq for seq in prompts if seq.tenant.group == prompts[0].tenant.group]
+    prompts_of = Counter(seq.tenant for seq in together)
+    rates = {seq: (seq.tenant.rule.weight or 1) / prompts_of[seq.tenant] for seq in together}
+    parts = dict.fromkeys(together, 0.0)
+    behind = sorted((seq.tenant.key[1], index) for index, seq in enumerate(together))
+    level, left = behind[0][0], float(budget)
+    served: list[Sequence] = []
+    while left >= 1 and (behind or served):
+        while behind and behind[0][0] <= level:
+            served.append(together[behind.pop(0)[1]])
+        rises = [(seq.pending_tokens - parts[seq]) / rates[seq] for seq in served]
+        rate = sum(rates[seq] for seq in served)
+        if served:
+            rises.append(left / rate)
+        if behind:
+            rises.append((behind[0][0] - level) / PROMPT_TOKEN_COST)
+        rise = min(rises)
+        for seq in served:
+            parts[seq] += rise * rates[seq]
+        level, left = level + rise * PROMPT_TOKEN_COST, left - rise * rate
+        served = [seq for seq in served if parts[seq] < seq.pending_tokens - ROUNDING]
+    return {seq: int(part + ROUNDING) for seq, part in parts.items()}
+
+
 def in_service_order(running: Running) -> list[Sequence]:
     """Return the prompts being read: higher tiers first, then by turns of the tenants.
 
-    Each tenant's first prompt comes before any tenant's second; else by admission.
+    Each tenant's first prompt comes before any tenant's second, that of the least served tenant
+    before the others'; else by admission.
     """
     by_admission = sorted(running.prefilling, key=lambda seq: seq.admission)
     turns: Counter[Tenant] = Counter()
-    ranked: list[tuple[int, int, int, Sequence]] = []
+    ranked: list[tuple[int, int, tuple[bool, float], int, Sequence]] = []
     for seq in by_admission:
         turns[seq.tenant] += 1
-        ranked.append((-seq.tenant.tier_value, turns[seq.tenant], seq.admission, seq))
+        turn = (turns[seq.tenant], seq.tenant.key, seq.admission)
+        ranked.append((-seq.tenant.tier_value, *turn, seq))
     return [seq for *_, seq in sorted(ranked)]
 
 

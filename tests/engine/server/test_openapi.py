@@ -103,7 +103,9 @@ def test_answers_are_as_the_document_says(
 def test_a_streams_events_are_as_the_document_says(
     small_engine: RunningEngine, document: dict[str, Any], path: str
 ) -> None:
-    prompt = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [A_MESSAGE]}
+    prompt: dict[str, Any] = (
+        {"prompt": "hi"} if path == "/v1/completions" else {"messages": [A_MESSAGE]}
+    )
     case = schemathesis.openapi.from_dict(document)[path]["post"].Case(
         body={"model": MODEL, "max_tokens": 2, "stream": True, **prompt},
         media_type="application/json",
