@@ -1,9 +1,5 @@
 """The `tidegate` command."""
 
-import asyncio
-import signal
-import sys
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -20,17 +16,13 @@ from tidegate_cli.bench.preemption import PreemptionSettings, run_preemption
 from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
 from tidegate_cli.bench.scheduler import SchedulerSettings, run_scheduler
 from tidegate_cli.demo import DemoSettings, run_demo
-from tidegate_cli.errors import CommandError
+from tidegate_cli.insight import add_insight
 from tidegate_cli.local import LocalSettings
 from tidegate_cli.report import TABLE_WIDTH
+from tidegate_cli.running import compute_to_end, run_to_end
 from tidegate_cli.up import stay_up
-from tidegate_devcluster.errors import DevClusterError
 from tidegate_devcluster.progress import to_stderr
 from tidegate_operator.crds import crd_files, write_crds
-
-FAILED = 1
-INTERRUPTED = 130
-"""Exit codes: what was asked for did not hold or could not be done; Ctrl-C came before the end."""
 
 JsonFile = Annotated[
     Path | None,
@@ -48,6 +40,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure; every benchmark prints a table.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+add_insight(app)
 
 
 @app.command()
@@ -261,50 +254,6 @@ def scheduler(
             _console(), settings=settings, progress=to_stderr, json_file=json_file
         )
     )
-
-
-def compute_to_end(work: Callable[[], None]) -> None:
-    """Run work that only computes, and ends at Ctrl-C wherever it is; else as `run_to_end`.
-
-    Raises:
-        typer.Exit: The work failed or was interrupted.
-    """
-    try:
-        work()
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None
-    except CommandError as error:
-        sys.stderr.write(f"tidegate: {error}\n")
-        raise typer.Exit(FAILED) from None
-
-
-def run_to_end(work: Coroutine[None, None, None], *, interrupted: int = INTERRUPTED) -> None:
-    """Run a command's work; what fails is told in one line, without a traceback.
-
-    Args:
-        work: Cleans up after itself when it is cancelled, as Ctrl-C and SIGTERM do.
-        interrupted: Exit code after Ctrl-C or SIGTERM.
-
-    Raises:
-        typer.Exit: The work failed or was interrupted.
-    """
-    try:
-        asyncio.run(_cancelled_by_signals(work))
-    except asyncio.CancelledError:
-        raise typer.Exit(interrupted) from None
-    except (CommandError, DevClusterError) as error:
-        sys.stderr.write(f"tidegate: {error}\n")
-        raise typer.Exit(FAILED) from None
-
-
-async def _cancelled_by_signals(work: Coroutine[None, None, None]) -> None:
-    task = asyncio.current_task()
-    # SIGINT by hand too: asyncio leaves it alone where the shell had it ignored, as for background
-    # jobs of a script.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if task is not None:
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    await work
 
 
 def _console() -> Console:

@@ -90,11 +90,13 @@ class ApiError(Exception):
 
     Attributes:
         status: The HTTP status.
+        answer: What it said.
     """
 
     def __init__(self, status: int, request: str, answer: str) -> None:
         super().__init__(f"{request}: HTTP {status}: {answer}")
         self.status = status
+        self.answer = answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,15 +300,22 @@ class KubeApi:
         body: object = None,
         content_type: str = _JSON,
         accept: str = _JSON,
+        headers: Mapping[str, str] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Send one request and return the answer's JSON.
+        """Send one request and return the answer's JSON; `headers` are further ones.
 
         Raises:
             ApiError: The API server refused.
             aiohttp.ClientError: The connection failed.
         """
         response = await self._send(
-            method, path, query=query, body=body, content_type=content_type, accept=accept
+            method,
+            path,
+            query=query,
+            body=body,
+            content_type=content_type,
+            accept=accept,
+            headers=headers,
         )
         content = await response.read()
         if response.status >= 400:
@@ -322,13 +331,14 @@ class KubeApi:
         body: object = None,
         content_type: str = _JSON,
         accept: str = _JSON,
+        headers: Mapping[str, str] | None = None,
         timeout: float | aiohttp.ClientTimeout = REQUEST_TIMEOUT_SECONDS,
     ) -> Any:  # noqa: ANN401
         request = await self._client.param_serialize(
             method,
             path,
             query_params=list(query),
-            header_params={"Accept": accept, "Content-Type": content_type},
+            header_params={"Accept": accept, "Content-Type": content_type, **(headers or {})},
             body=body,
             auth_settings=["BearerToken"],
         )

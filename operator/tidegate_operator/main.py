@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 
 from tidegate_operator.dashboards import TenantDashboards
 from tidegate_operator.delivery import Delivery
+from tidegate_operator.explanations import serving_explanations
 from tidegate_operator.handlers import build_registry, build_settings
 from tidegate_operator.health import Health, serving_health
 from tidegate_operator.keys import SigningKeyError, load_signing_key, signer
@@ -185,6 +186,15 @@ async def run_operator(settings: Settings, sign: Sign) -> None:
                     metrics.registry,
                     host=settings.metrics_host,
                     port=settings.metrics_port,
+                )
+            )
+        if settings.explain_port is not None and settings.engine_token_file is not None:
+            await stack.enter_async_context(
+                serving_explanations(
+                    api,
+                    engine_token_file=settings.engine_token_file,
+                    host=settings.explain_host,
+                    port=settings.explain_port,
                 )
             )
         if settings.lease is None:

@@ -29,6 +29,9 @@ class Settings(BaseSettings):
             is the only one.
         metrics_port: Serves `/metrics`, `/healthz` and `/readyz` there; None = not at all.
         metrics_host: The address to serve them on.
+        explain_port: Tells people there why requests wait; None = not at all.
+        explain_host: The address to do so on.
+        engine_token_file: Holds the admin token of the engines, which are asked for it.
         sweep_seconds: How often all objects are listed, to find deletions that no watch told of.
         usage_seconds: How often usage in status may change.
         status_writes_per_second: The most writes to the API server.
@@ -47,6 +50,10 @@ class Settings(BaseSettings):
     lease: Annotated[LeaseName, BeforeValidator(_parsed_lease), NoDecode] | None = None
     metrics_port: Annotated[int | None, Field(ge=0, le=65535)] = None
     metrics_host: str = "0.0.0.0"
+    # Before the port, whose check looks at it.
+    engine_token_file: Path | None = None
+    explain_port: Annotated[int | None, Field(ge=0, le=65535)] = None
+    explain_host: str = "0.0.0.0"
     sweep_seconds: Annotated[float, Field(gt=0)] = 60.0
     usage_seconds: Annotated[float, Field(gt=0)] = 10.0
     status_writes_per_second: Annotated[float, Field(gt=0)] = 50.0
@@ -66,6 +73,13 @@ class Settings(BaseSettings):
     def _check_tls(cls, value: Path | None, known: ValidationInfo) -> Path | None:
         if value is not None and not known.data.get("redis_url", "").startswith("rediss://"):
             raise ValueError("has no meaning without TLS: REDIS_URL must begin with rediss://")
+        return value
+
+    @field_validator("explain_port")
+    @classmethod
+    def _check_explain(cls, value: int | None, known: ValidationInfo) -> int | None:
+        if value is not None and known.data.get("engine_token_file") is None:
+            raise ValueError("needs ENGINE_TOKEN_FILE, to ask the engines with")
         return value
 
     @property

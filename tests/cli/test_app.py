@@ -8,8 +8,9 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from tidegate_cli.app import app, run_to_end
+from tidegate_cli.app import app
 from tidegate_cli.errors import ExpectationError, KubectlError, NotReadyError
+from tidegate_cli.running import run_to_end
 from tidegate_devcluster.errors import ToolMissingError
 
 

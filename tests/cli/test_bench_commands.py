@@ -4,7 +4,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tidegate_cli.app import app, compute_to_end
+from tidegate_cli.app import app
+from tidegate_cli.running import compute_to_end
 from tidegate_cli.bench.errors import BenchError
 
 

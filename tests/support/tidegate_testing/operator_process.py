@@ -36,6 +36,8 @@ class OperatorSetup:
     lease: str = ""
     metrics_port: int | None = None
     has_tenant_dashboards: bool = False
+    explain_port: int | None = None
+    engine_token: str = ""
 
     @property
     def public_key(self) -> str:
@@ -55,6 +57,7 @@ class OperatorSetup:
             "TIDEGATE_OPERATOR_SWEEP_SECONDS": str(self.sweep_seconds),
             "TIDEGATE_OPERATOR_USAGE_SECONDS": "1",
             "TIDEGATE_OPERATOR_TENANT_DASHBOARDS": str(self.has_tenant_dashboards),
+            **self._explaining(),
             **({"TIDEGATE_OPERATOR_LEASE": self.lease} if self.lease else {}),
             **(
                 {"TIDEGATE_OPERATOR_SECRET_NAMESPACES": ",".join(self.secret_namespaces)}
@@ -66,6 +69,16 @@ class OperatorSetup:
                 if self.metrics_port
                 else {}
             ),
+        }
+
+    def _explaining(self) -> dict[str, str]:
+        if self.explain_port is None:
+            return {}
+        token = self.directory / "engine-token"
+        token.write_text(self.engine_token)
+        return {
+            "TIDEGATE_OPERATOR_EXPLAIN_PORT": str(self.explain_port),
+            "TIDEGATE_OPERATOR_ENGINE_TOKEN_FILE": str(token),
         }
 
 
