@@ -36,7 +36,10 @@ def a_fleet(
 ) -> Fleet:
     past = {POOL: Past(seconds=seconds, reports={one.pod: one for one in before})}
     published = {POOL: PublishedPolicy(revision=3, snapshot=policy or a_snapshot())}
-    known: dict[str, Any] = {"published": published, "reports": {POOL: {one.pod: one for one in reports}}}
+    known: dict[str, Any] = {
+        "published": published,
+        "reports": {POOL: {one.pod: one for one in reports}},
+    }
     return Fleet(**known | ({"past": past} if before else {}) | fields)
 
 
