@@ -71,8 +71,8 @@ class Operator:
             writer=self._writer,
             metrics=metrics,
             usage_seconds=settings.usage_seconds,
-        )
             scale_api=api,
+        )
         self._sweeper = Sweeper(
             api,
             cache=self._cache,

@@ -24,8 +24,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from tidegate_cli.app import app
 from tidegate_devcluster.control_plane import ControlPlane
