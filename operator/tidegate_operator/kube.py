@@ -36,6 +36,7 @@ WATCH_SECONDS = 290
 WATCH_SILENCE_SECONDS = 90.0
 """The server sends a bookmark about once a minute: a stream that is silent for longer is dead."""
 
+_NOT_FOUND = 404
 _JSON = "application/json"
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
@@ -181,8 +182,6 @@ class KubeApi:
         query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
         await self.request("PATCH", path, query=query, body=manifest, content_type=_APPLY)
 
-    async def list_metadata(self, watched: Watched, namespaces: Sequence[str]) -> list[Any]:
-        """Return the metadata of all objects of a namespaced kind, without what is in them.
     async def read(self, watched: Watched, namespace: str, name: str) -> Any:  # noqa: ANN401
         """Return one namespaced object as JSON.
 
@@ -233,6 +232,20 @@ class KubeApi:
         query = [("fieldManager", FIELD_MANAGER)]
         await self.request("PATCH", path, query=query, body=body, content_type=_MERGE)
 
+    async def delete(self, watched: Watched, namespace: str, name: str) -> None:
+        """Delete an object, unless it is gone.
+
+        Raises:
+            ApiError: The API server refused.
+        """
+        try:
+            await self.request("DELETE", f"{watched.path(namespace)}/{quote(name)}")
+        except ApiError as error:
+            if error.status != _NOT_FOUND:
+                raise
+
+    async def list_metadata(self, watched: Watched, namespaces: Sequence[str]) -> list[Any]:
+        """Return the metadata of all objects of a namespaced kind, without what is in them.
 
         Raises:
             ApiError: The API server refused.
