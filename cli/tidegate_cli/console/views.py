@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tidegate_cli.console.fleet import Fleet, Json, Past, PublishedPolicy, Reports, condition
 from tidegate_operator.usage import PoolActivity, TenantActivity, UsageMeter
 from tidegate_policies.attainment import is_attained, measured, merged, num_counted
 from tidegate_policies.rules import ServiceRule, StopPolicy, TenantRule, WatermarkRule
-from tidegate_policies.wire import EngineReport, LatencyCounts
+from tidegate_policies.wire import EngineReport, LatencyCounts, TenantCounters
 
 NO_TIER = "no tier"
 """Where requests are shown whose tenant no policy declares."""
@@ -162,9 +162,24 @@ def tenant_views(fleet: Fleet) -> list[TenantView]:
 def activity_of(reports: Reports, past: Past | None) -> PoolActivity:
     """Return what a pool does, with rates over the time since `past`; they are 0 without it."""
     meter = UsageMeter()
-    meter.sample(past.reports.values() if past else (), now=0.0)
+    meter.sample(_began(reports, past) if past else (), now=0.0)
     activity = meter.sample(reports.values(), now=past.seconds if past else 1.0)
     return activity or PoolActivity()
+
+
+def _began(reports: Reports, past: Past) -> list[EngineReport]:
+    """Return the past reports, with nothing counted for tenants that came later."""
+    began = []
+    for pod, before in past.reports.items():
+        now = reports.get(pod)
+        newcomers: list[TenantCounters] = []
+        if now is not None and now.incarnation == before.incarnation:
+            known = {counters.tenant for counters in before.tenants}
+            newcomers = [
+                TenantCounters(tenant=c.tenant) for c in now.tenants if c.tenant not in known
+            ]
+        began.append(replace(before, tenants=(*before.tenants, *newcomers)))
+    return began
 
 
 def _pool_view(fleet: Fleet, name: str) -> PoolView:

@@ -174,6 +174,17 @@ def test_share_is_of_the_tier_and_due_is_by_weight_among_those_with_work() -> No
     assert tenants["acme"].cost == 160
 
 
+def test_the_first_service_of_a_tenant_counts_from_nothing() -> None:
+    first = TenantCounters(tenant="acme", service=50, output_tokens=20)
+    fleet = a_fleet(a_report(tenants=(first,)), before=(a_report(),))
+    acme = the_tenants(fleet)["acme"]
+    assert acme.share_percent == 100
+    assert acme.activity.output_tokens_per_second == 2.0
+    # What a process did before it was first heard is not of the last while.
+    restarted = a_report(incarnation="b", tenants=(first,))
+    assert the_tenants(a_fleet(restarted, before=(a_report(),)))["acme"].share_percent is None
+
+
 def a_promise(**service: Any) -> PolicySnapshot:
     return a_snapshot(a_tenant("acme", kv_nominal_percent=20, service=ServiceRule(**service)))
 
