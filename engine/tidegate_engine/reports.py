@@ -43,6 +43,10 @@ class TenantBooks:
         """Return how many steps were executed, and the seconds that they took together."""
         return self._metrics.steps()
 
+    def queue_times(self) -> tuple[tuple[int, int], ...]:
+        """Return how often each time in the queue was seen in the last minute, in buckets."""
+        return self._levels.queue_times.buckets()
+
     def counters(self, tenants: Mapping[str, TenantStats]) -> tuple[TenantCounters, ...]:
         """Return the counters of every tenant with work or with any total, by name.
 
@@ -142,6 +146,9 @@ class Reporter:
             kv_blocks=stats.kv_blocks,
             kv_used_blocks=stats.kv_used_blocks,
             host_blocks=stats.host_blocks,
+            block_size=stats.block_size,
+            waiting_tokens=stats.waiting_tokens,
+            queue_times=self._tenants.queue_times(),
             steps=steps,
             step_seconds=step_seconds,
             tenants=self._tenants.counters(stats.tenants),

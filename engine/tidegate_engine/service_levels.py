@@ -13,6 +13,7 @@ from functools import partial
 from tidegate_engine.core.request import RejectionCode
 from tidegate_engine.events import CancelCause, StepReport
 from tidegate_engine.policy_board import PolicyInForce
+from tidegate_engine.queue_times import QueueTimes
 from tidegate_policies.attainment import NEVER, bucket_of, num_counted
 from tidegate_policies.rules import ServiceRule
 from tidegate_policies.wire import Attainment, LatencyCounts
@@ -235,7 +236,11 @@ class TenantWindow:
 
 
 class ServiceLevels:
-    """All tenants with targets, of the policy in force."""
+    """All tenants with targets, of the policy in force.
+
+    Attributes:
+        queue_times: Of all requests, whether their tenants have targets or not.
+    """
 
     def __init__(self, clock: Callable[[], float], *, on_no_token: Callable[[str], None]) -> None:
         """Watch nobody yet.
@@ -249,6 +254,7 @@ class ServiceLevels:
         self._on_no_token = on_no_token
         self._rules: Mapping[str, ServiceRule] = {}
         self._windows: dict[str, TenantWindow] = {}
+        self.queue_times = QueueTimes(clock)
 
     def use_policy(self, policy: PolicyInForce) -> None:
         """Watch the tenants of another policy; a tenant with new targets begins anew."""

@@ -16,6 +16,7 @@ import kopf
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
+from tidegate_operator.autoscaler_writer import AutoscalerScope
 from tidegate_operator.dashboards import TenantDashboards
 from tidegate_operator.delivery import Delivery
 from tidegate_operator.explanations import serving_explanations
@@ -71,7 +72,10 @@ class Operator:
             writer=self._writer,
             metrics=metrics,
             usage_seconds=settings.usage_seconds,
-            scale_api=api,
+            scaling=api,
+            scope=AutoscalerScope(
+                namespaces=settings.namespaces, prometheus_url=settings.prometheus_url
+            ),
         )
         self._sweeper = Sweeper(
             api,

@@ -9,6 +9,16 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
+DEMAND = {
+    "desired_replicas": "Engines that the pool's load asks for; 0 without traffic.",
+    "kv_utilization_ratio": "KV blocks in use, of all of the pool's ready engines.",
+    "queue_time_p99_seconds": "99th percentile of the time from arrival to first admission, of the"
+    " last minute.",
+    "slo_miss_ratio": "Requests that missed their service level, of those that have one.",
+    "waiting_tokens": "Prompt tokens of requests that were never admitted.",
+}
+"""Series by which pools are scaled, after `tidegate_pool_`; all are 0 without traffic."""
+
 ENGINE_STATES = ("ready", "programmed", "lagging", "degraded")
 
 
@@ -23,6 +33,8 @@ class Metrics:
         redis_reachable: 1 while policies can be stored and engines heard.
         status_writes: Requests to the API server that wrote a status, by kind and result.
         published: Policy revisions stored in Redis, by pool.
+        demand: The signals by which pools are scaled, by name (see DEMAND), each by the labels of
+            `tidegate_operator.autoscalers.pool_labels`.
     """
 
     def __init__(self) -> None:
@@ -67,6 +79,15 @@ class Metrics:
             ("pool",),
             registry=self.registry,
         )
+        self.demand = {
+            name: Gauge(
+                f"tidegate_pool_{name}",
+                text,
+                ("pool_namespace", "pool_name"),
+                registry=self.registry,
+            )
+            for name, text in DEMAND.items()
+        }
         self._watch_age = Gauge(
             "tidegate_watch_age_seconds",
             "Time since the API server last told of an object or listed all of them.",

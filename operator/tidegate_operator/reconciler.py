@@ -6,7 +6,9 @@ acknowledgement goes straight into status.
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
+from tidegate_operator.autoscaler_writer import AutoscalerApi, AutoscalerScope, AutoscalerWriter
 from tidegate_operator.cluster import pool_keys
 from tidegate_operator.compiler import CompiledPool, compile_pool
 from tidegate_operator.delivery import Delivery
@@ -17,6 +19,7 @@ from tidegate_operator.reporter import Reporter
 from tidegate_operator.reports import ReportBook
 from tidegate_operator.resources import TenantPolicy
 from tidegate_operator.scaler import ScaleApi, Scaler
+from tidegate_operator.signals import Signals
 from tidegate_operator.status import StatusWriter
 from tidegate_operator.usage import PoolActivity
 from tidegate_operator.watch_cache import WatchCache
@@ -31,6 +34,10 @@ LONGEST_WAIT_SECONDS = 0.25
 EXPIRY_CHECK_SECONDS = 0.5
 
 
+class ScalingApi(ScaleApi, AutoscalerApi, Protocol):
+    """Where everything is that scales."""
+
+
 class Reconciler:
     """Keeps policies, engines and statuses in step with the cluster."""
 
@@ -43,7 +50,8 @@ class Reconciler:
         writer: StatusWriter,
         metrics: Metrics,
         usage_seconds: float,
-        scale_api: ScaleApi,
+        scaling: ScalingApi,
+        scope: AutoscalerScope,
     ) -> None:
         self._cache = cache
         self._book = book
@@ -59,7 +67,11 @@ class Reconciler:
             reporter=self._reporter,
             metrics=metrics,
         )
-        self._scaler = Scaler(scale_api, self._pools, book=book, reporter=self._reporter)
+        self._scaler = Scaler(scaling, self._pools, book=book, reporter=self._reporter)
+        self._autoscalers = AutoscalerWriter(
+            scaling, self._pools, reporter=self._reporter, scope=scope
+        )
+        self._signals = Signals(self._pools, reporter=self._reporter, metrics=metrics)
         self._dirty: dict[str, float] = {}
         self._changed = asyncio.Event()
 
@@ -125,6 +137,8 @@ class Reconciler:
             group.create_task(self._publisher.watch_store())
             group.create_task(self._reporter.run())
             group.create_task(self._scaler.run())
+            group.create_task(self._autoscalers.run())
+            group.create_task(self._signals.run())
             group.create_task(self._expire_for_ever())
             group.create_task(self._measure_for_ever())
 
@@ -160,6 +174,7 @@ class Reconciler:
                 self._forget(key)
         self._publisher.publish(fresh)
         self._scaler.look_at(fresh)
+        self._autoscalers.look()
         self._reporter.report_plain(view)
 
     def _adopt(self, compiled: CompiledPool, since: float) -> None:

@@ -36,6 +36,7 @@ class Settings(BaseSettings):
         usage_seconds: How often usage in status may change.
         status_writes_per_second: The most writes to the API server.
         tenant_dashboards: Whether each TenantPolicy gets a ConfigMap with a Grafana dashboard.
+        prometheus_url: Where KEDA finds the operator's metrics; None = no ScaledObject is written.
         log_level: Name of a level of the standard library.
     """
 
@@ -58,6 +59,7 @@ class Settings(BaseSettings):
     usage_seconds: Annotated[float, Field(gt=0)] = 10.0
     status_writes_per_second: Annotated[float, Field(gt=0)] = 50.0
     tenant_dashboards: bool = False
+    prometheus_url: Annotated[str, Field(pattern="^https?://")] | None = None
     log_level: str = "INFO"
 
     @field_validator("namespaces", "secret_namespaces", mode="before")

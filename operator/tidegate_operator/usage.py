@@ -5,8 +5,12 @@ from dataclasses import dataclass, field
 
 from tidegate_operator.resources import duration_text
 from tidegate_operator.verdicts import Json
+from tidegate_policies.attainment import quantile
 from tidegate_policies.rules import TenantRule
 from tidegate_policies.wire import Attainment, EngineReport, TenantCounters
+
+MAX_QUEUE_SECONDS = 86_400.0
+"""No request may wait longer: what says so is a broken clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +63,18 @@ class TenantActivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolActivity:
-    """A pool over the last sampling window."""
+    """A pool over the last sampling window.
+
+    Attributes:
+        queue_time_p99: Seconds, of the last minute; 0 = nobody waited, or nobody came.
+    """
 
     running: int = 0
     waiting: int = 0
     swapped: int = 0
     kv_blocks: int = 0
     kv_used_blocks: int = 0
+    queue_time_p99: float = 0.0
     tenants: Mapping[str, TenantActivity] = field(default_factory=dict)
 
 
@@ -138,6 +147,7 @@ class UsageMeter:
             swapped=sum(report.swapped for report in reports),
             kv_blocks=sum(report.kv_blocks for report in reports),
             kv_used_blocks=sum(report.kv_used_blocks for report in reports),
+            queue_time_p99=queue_time_p99(reports),
             tenants={
                 tenant: _activity(pairs, now - began) for tenant, pairs in sorted(by_tenant.items())
             },
@@ -179,7 +189,14 @@ def pool_usage(activity: PoolActivity) -> Json:
         "waiting": activity.waiting,
         "swapped": activity.swapped,
         "kvPercent": _percent(activity.kv_used_blocks, activity.kv_blocks),
+        "queueTimeP99": duration_text(activity.queue_time_p99),
     }
+
+
+def queue_time_p99(reports: Iterable[EngineReport]) -> float:
+    """Return the 99th percentile of the time in the queue, in seconds; 0 where nobody queued."""
+    buckets = (bucket for report in reports for bucket in report.queue_times)
+    return min(quantile(buckets, 99) or 0.0, MAX_QUEUE_SECONDS)
 
 
 def tenant_usage(pools: Sequence[ActivityInForce]) -> Json | None:

@@ -148,6 +148,10 @@ class EngineReport:
         swapped: Requests whose KV is in host memory, or on its way to or from there.
         kv_used_blocks: Blocks in use, of `kv_blocks`.
         host_blocks: KV blocks in host memory.
+        block_size: Tokens in a block; 0 = not told.
+        waiting_tokens: Prompt tokens of requests that were never admitted.
+        queue_times: Times from arrival to first admission, of the last minute: `(index, count)` as
+            in `LatencyCounts`.
         steps: Executed since the engine's start.
         step_seconds: That they took together.
         tenants: Tenants with work or with any total.
@@ -168,6 +172,9 @@ class EngineReport:
     kv_blocks: int = 0
     kv_used_blocks: int = 0
     host_blocks: int = 0
+    block_size: Natural = 0
+    waiting_tokens: Natural = 0
+    queue_times: tuple[tuple[Natural, Natural], ...] = ()
     steps: Natural = 0
     step_seconds: float = 0.0
     tenants: tuple[TenantCounters, ...] = ()

@@ -31,6 +31,7 @@ EVERYTHING: dict[str, Any] = {
         "replicas": 3,
         "namespaces": ["team-a", "team-b"],
         "apiKeyNamespaces": ["team-a"],
+        "prometheusUrl": "http://prometheus.monitoring:9090",
         "logLevel": "DEBUG",
         "podAnnotations": {"example.org/a": "b"},
         "priorityClassName": "system-cluster-critical",

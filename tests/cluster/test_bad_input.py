@@ -152,6 +152,13 @@ def rows_between_fields() -> Iterator[Row]:
         blamed="spec.replicas",
         changes={"spec.workloadRef": REMOVED},
     )
+    yield cel_row(
+        "EnginePool",
+        "spec",
+        message="driver needs workloadRef: without it there is nothing to scale",
+        blamed="spec.autoscaling",
+        changes={"spec.workloadRef": REMOVED, "spec.replicas": REMOVED},
+    )
     takes_all: tuple[dict[str, object], ...] = ({}, {"matchLabels": {}, "matchExpressions": []})
     for empty in takes_all:
         yield cel_row(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tidegate_operator.autoscalers import autoscaler
 from tidegate_operator.compiler import compile_pool
+from tidegate_operator.demand import demand
 from tidegate_operator.resources import (
     KINDS,
     NOT_ENFORCED_YET,
@@ -22,8 +24,9 @@ from tidegate_operator.resources import (
     TenantPolicy,
 )
 from tidegate_operator.scaling import Workload, choose_victims
+from tidegate_policies.attainment import bucket_of
 from tidegate_policies.snapshot import PolicySnapshot
-from tidegate_policies.wire import EngineReport
+from tidegate_policies.wire import Attainment, EngineReport, TenantCounters
 from tidegate_testing.manifests import Manifest, changed, full_manifest, policy_with_references
 from tidegate_testing.objects import a_metadata, a_pod_view, a_view
 
@@ -58,6 +61,16 @@ def _of_service(kind: str, path: str) -> dict[tuple[str, str], object]:
         (kind, f"{path}.requestTimeout"): "1h31m",
         (kind, f"{path}.onOverload"): "Queue",
         (kind, f"{path}.window"): "11m",
+    }
+
+
+def _of_scaling(path: str) -> dict[tuple[str, str], object]:
+    """Return other values of how fast replicas may change in a direction."""
+    return {
+        ("EnginePool", f"{path}.stabilizationWindowSeconds"): 301,
+        ("EnginePool", f"{path}.selectPolicy"): "Min",
+        ("EnginePool", f"{path}.policies"): [{"type": "Pods", "value": 2, "periodSeconds": 9}],
+        ("EnginePool", f"{path}.tolerance"): "0.06",
     }
 
 
@@ -112,6 +125,14 @@ OTHER_VALUES: dict[tuple[str, str], object] = {
     ("EnginePool", "spec.workloadRef.kind"): "StatefulSet",
     ("EnginePool", "spec.workloadRef.name"): "other",
     ("EnginePool", "spec.replicas"): 4,
+    ("EnginePool", "spec.autoscaling.minReplicas"): 2,
+    ("EnginePool", "spec.autoscaling.maxReplicas"): 9,
+    ("EnginePool", "spec.autoscaling.kvUtilizationPercent"): 5,
+    ("EnginePool", "spec.autoscaling.queueTimeP99"): "1s",
+    ("EnginePool", "spec.autoscaling.sloAttainmentPercent"): 90,
+    ("EnginePool", "spec.autoscaling.driver"): "KEDA",
+    **_of_scaling("spec.autoscaling.behavior.scaleUp"),
+    **_of_scaling("spec.autoscaling.behavior.scaleDown"),
     ("EnginePool", "spec.drain.timeout"): "3m",
     ("EnginePool", "spec.drain.victim"): "FewestTokens",
 }
@@ -173,7 +194,10 @@ def decided(kind: str = "", path: str = "", value: object = None) -> tuple[objec
 
 
 def scaled(pool: EnginePool, snapshot: PolicySnapshot) -> tuple[object, ...]:
-    """Return what is scaled, and which of six engines go, of which the youngest has no tokens."""
+    """Return what is scaled by which load, and which of six engines go.
+
+    The youngest of them has no tokens.
+    """
     ref = pool.spec.workload_ref
     assert ref is not None
     workload = Workload(
@@ -193,7 +217,24 @@ def scaled(pool: EnginePool, snapshot: PolicySnapshot) -> tuple[object, ...]:
     victims = choose_victims(
         pool, workload, pods, reports=reports, snapshot=snapshot, is_quiet=lambda _: True
     )
-    return workload, victims
+    scaling = pool.spec.autoscaling
+    assert scaling is not None
+    manifest = autoscaler(pool, scaling, prometheus_url="http://prometheus")
+    loads = [
+        demand(pool, [a_load(kv_used_blocks=10)]),
+        demand(pool, [a_load(queue_times=((bucket_of(1.5), 1),))]),
+        demand(pool, [a_load(tenants=(MISSING,))]),
+    ]
+    return workload, victims, manifest, loads
+
+
+MISSING = TenantCounters(tenant="t", attainment=Attainment(requests=100, met=95))
+
+
+def a_load(**fields: Any) -> EngineReport:
+    return EngineReport(
+        pool="team/llama", pod="a", incarnation="i", sequence=1, kv_blocks=100, **fields
+    )
 
 
 def test_every_field_is_marked_or_tried_here() -> None:

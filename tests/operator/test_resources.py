@@ -202,7 +202,7 @@ def test_every_field_without_effect_is_named() -> None:
     assert unenforced(full_manifest("ServiceLevel")) == ()
     assert unenforced(policy_with_references()) == ()
     assert unenforced(full_manifest("TenantPolicy")) == ()
-    assert unenforced(full_manifest("EnginePool")) == ("spec.autoscaling",)
+    assert unenforced(full_manifest("EnginePool")) == ()
 
 
 def test_parts_without_effect_are_named_even_when_they_are_empty() -> None:

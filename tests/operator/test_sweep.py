@@ -6,6 +6,7 @@ from kubernetes.aio.client import Configuration
 from redis.asyncio import Redis
 
 from tidegate_operator import sweep
+from tidegate_operator.autoscaler_writer import AutoscalerScope
 from tidegate_operator.delivery import Delivery
 from tidegate_operator.kube import ApiError, KubeApi, Watched
 from tidegate_operator.metrics import Metrics
@@ -62,7 +63,8 @@ def a_sweeper(
         writer=writer,
         metrics=metrics,
         usage_seconds=1.0,
-        scale_api=api,
+        scaling=api,
+        scope=AutoscalerScope(),
     )
     sweeper = Sweeper(
         api,

@@ -130,6 +130,8 @@ def _operator() -> list[Metric]:
     metrics.engines.labels(_POOL, "ready").set(1)
     metrics.status_writes.labels("TenantPolicy", "ok").inc()
     metrics.published.labels(_POOL).inc()
+    for signal in metrics.demand.values():
+        signal.labels("serving", "main").set(0)
     return _families(generate_latest(metrics.registry).decode())
 
 

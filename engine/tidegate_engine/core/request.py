@@ -161,6 +161,8 @@ class SchedulerStats:
         rejected: Requests that were not.
         kv_seconds: The sum of the tenants' and that of `gone`, counted by itself. A block that
             several tenants share is held by each.
+        block_size: Tokens in a block; 0 = not told.
+        waiting_tokens: Prompt tokens of requests that were never admitted.
     """
 
     step: int
@@ -182,3 +184,5 @@ class SchedulerStats:
     arrivals: int = 0
     rejected: int = 0
     kv_seconds: float = 0.0
+    block_size: int = 0
+    waiting_tokens: int = 0

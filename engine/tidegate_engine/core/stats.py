@@ -38,6 +38,8 @@ def describe(
         swap_in_blocks=memory.swapped_in_blocks,
         watermark=memory.gate.state,
         kv_seconds=memory.payers.clock.block_microseconds / MICROSECONDS,
+        block_size=memory.pool.block_size,
+        waiting_tokens=sum(tenant.queue.num_tokens for tenant in tenants),
         gone=TenantStats(**_grown(tenants.gone, memory)),
         tenants={
             name: _describe_tenant(own, memory, stop_seconds.get(name))

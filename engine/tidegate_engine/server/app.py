@@ -188,7 +188,7 @@ def _what_readiness_lacks(service: Service) -> Sequence[str]:
     conditions = {
         "engine": service.engine.is_alive,
         "policy": service.board.in_force is not None,
-        "not draining": not service.generations.is_draining,
+        "not draining": not (service.generations.is_leaving or service.generations.is_draining),
     }
     return [name for name, holds in conditions.items() if not holds]
 

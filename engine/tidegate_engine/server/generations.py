@@ -39,7 +39,12 @@ _EXPIRY_ERRORS: dict[ExpiryCause, Callable[[], ApiError]] = {
 
 
 class Generations:
-    """All running generations of the engine."""
+    """All running generations of the engine.
+
+    Attributes:
+        is_leaving: Routers are to send nothing more; what they send all the same is served until
+            the engine drains.
+    """
 
     def __init__(
         self, *, engine: EngineLoop, metrics: EngineMetrics, levels: ServiceLevels
@@ -58,6 +63,7 @@ class Generations:
         self._by_request: dict[str, Choice] = {}
         self._is_draining = False
         self._is_told_to_drain = False
+        self.is_leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -259,7 +265,9 @@ class Generations:
         num_outputs = choice.generation.num_outputs
         if choice.index not in num_outputs:
             latencies = self._metrics.latencies(choice.generation.tenant)
-            latencies.admitted(now - choice.generation.arrived_at, at=now)
+            seconds = now - choice.generation.arrived_at
+            latencies.admitted(seconds, at=now)
+            self._levels.queue_times.note(seconds)
         num_outputs.setdefault(choice.index, 0)
 
     def _note_token(self, choice: Choice, now: float) -> None:

@@ -1,5 +1,6 @@
 """How an engine leaves its pool, as the pool's policy says."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Protocol
@@ -10,8 +11,18 @@ from tidegate_engine.settings import Settings
 _log = logging.getLogger(__name__)
 
 
+NOTICE_SECONDS = 10.0
+"""How long routers may take to see that the engine isn't ready: what they send is served."""
+
+
 class Drainable(Protocol):
-    """What takes new work, or doesn't."""
+    """What takes new work, or doesn't.
+
+    Attributes:
+        is_leaving: Routers are to send nothing more.
+    """
+
+    is_leaving: bool
 
     def follow_drain(self, *, is_told: bool) -> None:
         """Refuse new work while told to."""
@@ -35,9 +46,10 @@ class Leave:
         self._clock = clock
         self._since: float | None = None
         self._drain_seconds: float | None = None
+        self._refusal: asyncio.TimerHandle | None = None
 
     def use_policy(self, policy: PolicyInForce) -> None:
-        """Begin or end to refuse new work, as the policy says."""
+        """Leave or stay, as the policy says: not ready at once, and refusing a moment later."""
         rule = policy.snapshot.drain
         is_told = self._settings.pod_name in rule.engines
         self._drain_seconds = rule.seconds
@@ -45,7 +57,14 @@ class Leave:
             return
         _log.info("the policy says: %s", "drain" if is_told else "take new work")
         self._since = self._clock() if is_told else None
-        self._generations.follow_drain(is_told=is_told)
+        self._generations.is_leaving = is_told
+        if self._refusal is not None:
+            self._refusal.cancel()
+        self._generations.follow_drain(is_told=False)
+        if is_told:
+            self._refusal = asyncio.get_running_loop().call_later(
+                NOTICE_SECONDS, lambda: self._generations.follow_drain(is_told=True)
+            )
 
     def grace_seconds(self) -> float:
         """Return how long requests may go on from now on, at the engine's end.

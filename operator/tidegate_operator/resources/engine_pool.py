@@ -8,7 +8,6 @@ from pydantic import Field
 from tidegate_operator.resources.autoscaling import Autoscaling
 from tidegate_operator.resources.base import (
     AGE,
-    NOT_ENFORCED_YET,
     CelRule,
     Column,
     Definition,
@@ -229,6 +228,11 @@ class EnginePoolSpec(Model):
             "replicas needs workloadRef: without it there is nothing to scale",
             ".replicas",
         ),
+        CelRule(
+            "has(self.workloadRef) || self.?autoscaling.?driver.orValue('None') == 'None'",
+            "driver needs workloadRef: without it there is nothing to scale",
+            ".autoscaling",
+        ),
     )
 
     selector: Annotated[
@@ -267,7 +271,6 @@ class EnginePoolSpec(Model):
     autoscaling: Annotated[
         Autoscaling | None,
         Field(description="Bounds and signals of autoscaling; default none."),
-        NOT_ENFORCED_YET,
     ] = None
     drain: Annotated[
         Drain,

@@ -36,6 +36,7 @@ class OperatorSetup:
     lease: str = ""
     metrics_port: int | None = None
     has_tenant_dashboards: bool = False
+    prometheus_url: str = ""
     explain_port: int | None = None
     engine_token: str = ""
 
@@ -59,6 +60,11 @@ class OperatorSetup:
             "TIDEGATE_OPERATOR_TENANT_DASHBOARDS": str(self.has_tenant_dashboards),
             **self._explaining(),
             **({"TIDEGATE_OPERATOR_LEASE": self.lease} if self.lease else {}),
+            **(
+                {"TIDEGATE_OPERATOR_PROMETHEUS_URL": self.prometheus_url}
+                if self.prometheus_url
+                else {}
+            ),
             **(
                 {"TIDEGATE_OPERATOR_SECRET_NAMESPACES": ",".join(self.secret_namespaces)}
                 if self.secret_namespaces is not None

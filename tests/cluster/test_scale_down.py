@@ -1,0 +1,170 @@
+"""Scale-down of real pods under load: the engines that leave let their streams end first."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tidegate_testing.cluster import RunningCluster, eventually, install_crds
+from tidegate_testing.operator_process import OperatorSetup, apply, running_operator
+
+pytestmark = pytest.mark.cluster
+
+NUM_STREAMS = 12
+STREAM_TOKENS = 120
+STEP_SECONDS = 0.1
+"""A stream takes at least 12 s: far longer than the operator needs to notice anything."""
+
+GRACE_SECONDS = 20
+SCRATCH = "/var/run/tidegate/scratch"
+
+
+@pytest.fixture
+def operator_setup(full_cluster: RunningCluster, tmp_path: Path) -> Iterator[OperatorSetup]:
+    """An operator of the cluster, whose kinds go with the test."""
+    kubectl = full_cluster.cluster.kubectl
+    install_crds(kubectl)
+    setup = OperatorSetup(
+        kubeconfig=full_cluster.kubeconfig,
+        redis_url=full_cluster.redis.url,
+        directory=tmp_path,
+    )
+    with running_operator(setup):
+        yield setup
+    crds = [f"{name}.tidegate.io" for name in PLURALS]
+    kubectl("delete", "crd", *crds, check=True)
+
+
+PLURALS = ("enginepools", "preemptionpolicies", "prioritytiers", "servicelevels", "tenantpolicies")
+
+
+def engines(cluster: RunningCluster, setup: OperatorSetup, namespace: str) -> list[dict[str, Any]]:
+    """A pool that anybody may use, its Deployment and its Service."""
+    variables = {
+        "TIDEGATE_POOL": f"{namespace}/chat",
+        "TIDEGATE_REDIS_URL": cluster.redis.url_for(address=cluster.host_address),
+        "TIDEGATE_VERIFY_KEY": setup.public_key,
+        "TIDEGATE_EXECUTOR": "simulated",
+        "TIDEGATE_SIMULATED_STEP_SECONDS": str(STEP_SECONDS),
+        "TIDEGATE_STATE_DIR": f"{SCRATCH}/state",
+        "TIDEGATE_DRAIN_SECONDS": str(GRACE_SECONDS),
+    }
+    container = {
+        "name": "engine",
+        "image": "tidegate/engine",
+        "env": [
+            *({"name": name, "value": value} for name, value in variables.items()),
+            {
+                "name": "TIDEGATE_POD_NAME",
+                "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}},
+            },
+        ],
+        "ports": [{"containerPort": 8000}],
+        "readinessProbe": {"httpGet": {"path": "/readyz", "port": 8000}, "periodSeconds": 1},
+        "volumeMounts": [{"name": "scratch", "mountPath": SCRATCH}],
+    }
+    labels = {"app": "engine"}
+    pod = {
+        "terminationGracePeriodSeconds": GRACE_SECONDS + 10,
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": [{"name": "scratch", "emptyDir": {}}],
+    }
+    return [
+        {
+            "apiVersion": "apps/v1",
+            "kind": "Deployment",
+            "metadata": {"name": "engines"},
+            "spec": {
+                "selector": {"matchLabels": labels},
+                "template": {"metadata": {"labels": labels}, "spec": pod},
+            },
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": "engines"},
+            "spec": {"selector": labels, "ports": [{"port": 80, "targetPort": 8000}]},
+        },
+        {
+            "apiVersion": "tidegate.io/v1alpha1",
+            "kind": "EnginePool",
+            "metadata": {"name": "chat"},
+            "spec": {
+                "selector": {"matchLabels": labels},
+                "workloadRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "engines"},
+                "unknownTenants": {"action": "Admit"},
+                "replicas": 3,
+            },
+        },
+    ]
+
+
+class Service:
+    """The engines behind one address."""
+
+    def __init__(self, address: str) -> None:
+        self._url = f"http://{address}/v1/completions"
+
+    def stream(self, begun: threading.Semaphore) -> list[str]:
+        """Read a stream to its end; returns its events."""
+        body = {"model": "simulated", "prompt": "tides", "max_tokens": STREAM_TOKENS}
+        events = []
+        with httpx.stream("POST", self._url, json=body | {"stream": True}, timeout=60) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                if line.startswith("data: "):
+                    events.append(line.removeprefix("data: "))
+                    if len(events) == 1:
+                        begun.release()
+        return events
+
+    def ask(self) -> int:
+        """Send a short request on a connection of its own; returns the status."""
+        body = {"model": "simulated", "prompt": "tides", "max_tokens": 1}
+        return httpx.post(self._url, json=body, timeout=60).status_code
+
+
+def is_whole(events: list[str]) -> bool:
+    chunks = [json.loads(event) for event in events[:-1]]
+    finish = chunks[-1]["choices"][0]["finish_reason"] if chunks else None
+    return events[-1:] == ["[DONE]"] and finish == "length"
+
+
+def test_scaling_from_three_to_one_breaks_no_stream_and_fails_no_request(
+    full_cluster: RunningCluster, cluster_namespace: str, operator_setup: OperatorSetup
+) -> None:
+    kubectl, namespace = full_cluster.cluster.kubectl, cluster_namespace
+    apply(kubectl, namespace, *engines(full_cluster, operator_setup, namespace))
+
+    def get(what: str, path: str) -> str:
+        shown = kubectl("get", what, "-n", namespace, "-o", f"jsonpath={{{path}}}", check=True)
+        return shown.stdout
+
+    eventually(
+        lambda: get("epool/chat", ".status.engines.ready") == "3", "three", timeout_seconds=90
+    )
+    service = Service(full_cluster.address(namespace, "engines"))
+    begun, statuses = threading.Semaphore(0), []
+    with ThreadPoolExecutor(NUM_STREAMS) as readers:
+        streams = [readers.submit(service.stream, begun) for _ in range(NUM_STREAMS)]
+        for _ in streams:
+            assert begun.acquire(timeout=30)
+        kubectl("scale", "epool/chat", "--replicas=1", "-n", namespace, check=True)
+        while get("deploy/engines", ".spec.replicas") != "1":
+            statuses.append(service.ask())
+        assert not any(stream.done() for stream in streams)
+        while not all(stream.done() for stream in streams):
+            statuses.append(service.ask())
+        whole = [is_whole(stream.result()) for stream in streams]
+    assert whole == [True] * NUM_STREAMS
+    assert set(statuses) == {200}
+    eventually(lambda: get("pod", ".items[*].metadata.name").count("engines-") == 1, "one pod")
+    assert service.ask() == 200
