@@ -15,6 +15,7 @@ from tidegate_cli.bench.isolation_policy import SideName
 from tidegate_cli.bench.preemption import PreemptionSettings, run_preemption
 from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
 from tidegate_cli.bench.scheduler import SchedulerSettings, run_scheduler
+from tidegate_cli.console.command import add_console
 from tidegate_cli.demo import DemoSettings, run_demo
 from tidegate_cli.insight import add_insight
 from tidegate_cli.local import LocalSettings
@@ -41,6 +42,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure; every benchmark prints a table.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 add_insight(app)
+add_console(app)
 
 
 @app.command()
