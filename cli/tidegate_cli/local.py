@@ -6,6 +6,7 @@ local processes. Leaving the context stops every process and removes every file.
 
 import asyncio
 import json
+import secrets
 import sys
 import tempfile
 import time
@@ -92,6 +93,7 @@ class LocalTidegate:
         self.namespace = self.settings.namespace
         self.keys: dict[str, str] = {tenant: new_key(tenant) for tenant in TENANTS}
         self._tell = progress or (lambda _line: None)
+        self._engine_token = secrets.token_urlsafe(32)
         self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -259,10 +261,13 @@ class LocalTidegate:
     async def _start_operator_child(self, exits: AsyncExitStack) -> None:
         signing_key_file = self.work_folder / "signing-key.pem"
         self._verify_key = public_key_text(generate_signing_key(signing_key_file))
+        engine_token_file = self.work_folder / "engine-token"
+        engine_token_file.write_text(self._engine_token)
         self.operator = OperatorChild(
             kubeconfig=self.cluster.kubeconfig,
             redis_url=self.cluster.redis.url,
             signing_key_file=signing_key_file,
+            engine_token_file=engine_token_file,
             log=self.work_folder / "operator.log",
             lifeline=self._lifeline,
             hosts=[self.cluster.kubelet.host_address],
@@ -291,6 +296,7 @@ class LocalTidegate:
                 "TIDEGATE_POOL": f"{self.namespace}/{POOL}",
                 "TIDEGATE_REDIS_URL": redis_url,
                 "TIDEGATE_VERIFY_KEY": self._verify_key,
+                "TIDEGATE_ADMIN_TOKEN": self._engine_token,
                 "TIDEGATE_EXECUTOR": self.settings.executor,
                 "TIDEGATE_KV_BLOCKS": str(self.settings.kv_blocks),
                 "TIDEGATE_MAX_NUM_SEQS": str(self.settings.max_num_seqs),

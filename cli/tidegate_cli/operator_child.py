@@ -17,6 +17,7 @@ class OperatorChild:
 
     Attributes:
         metrics_port: On loopback; the same across restarts.
+        explain_port: Likewise.
         log: Grows over restarts.
     """
 
@@ -26,12 +27,14 @@ class OperatorChild:
         kubeconfig: Path,
         redis_url: str,
         signing_key_file: Path,
+        engine_token_file: Path,
         log: Path,
         lifeline: Lifeline,
         hosts: Sequence[str] = (),
     ) -> None:
         """Start nothing yet; `hosts` are on this machine, so no proxy leads to them."""
         self.metrics_port = free_port()
+        self.explain_port = free_port()
         self.log = log
         self._lifeline = lifeline
         self._child: Child | None = None
@@ -40,6 +43,9 @@ class OperatorChild:
             "TIDEGATE_OPERATOR_KUBECONFIG": str(kubeconfig),
             "TIDEGATE_OPERATOR_REDIS_URL": redis_url,
             "TIDEGATE_OPERATOR_SIGNING_KEY_FILE": str(signing_key_file),
+            "TIDEGATE_OPERATOR_ENGINE_TOKEN_FILE": str(engine_token_file),
+            "TIDEGATE_OPERATOR_EXPLAIN_HOST": "127.0.0.1",
+            "TIDEGATE_OPERATOR_EXPLAIN_PORT": str(self.explain_port),
             "TIDEGATE_OPERATOR_METRICS_HOST": "127.0.0.1",
             "TIDEGATE_OPERATOR_METRICS_PORT": str(self.metrics_port),
         }

@@ -17,8 +17,8 @@ class EngineWorkload:
 
     Attributes:
         image: Name in the process kubelet's image table.
-        environment: Variables of the engine's container; TIDEGATE_POD_NAME and TIDEGATE_PORT come
-            on top.
+        environment: Variables of the engine's container; TIDEGATE_POD_NAME, TIDEGATE_PORT and
+            TIDEGATE_ADMIN_PORT come on top.
         grace_seconds: Between being asked to stop and being killed.
     """
 
@@ -28,6 +28,7 @@ class EngineWorkload:
     environment: Mapping[str, str]
     name: str = "engine"
     port: int = 8000
+    admin_port: int = 8001
     grace_seconds: int = 10
 
     def objects(self) -> list[Object]:
@@ -58,11 +59,15 @@ class EngineWorkload:
         return {
             "name": "engine",
             "image": self.image,
-            "ports": [{"name": "http", "containerPort": self.port}],
+            "ports": [
+                {"name": "http", "containerPort": self.port},
+                {"name": "admin", "containerPort": self.admin_port},
+            ],
             "env": [
                 {"name": "TIDEGATE_POD_NAME", "valueFrom": _field("metadata.name")},
                 {"name": "TIDEGATE_HOST", "valueFrom": _field("status.podIP")},
                 {"name": "TIDEGATE_PORT", "value": str(self.port)},
+                {"name": "TIDEGATE_ADMIN_PORT", "value": str(self.admin_port)},
                 *({"name": name, "value": value} for name, value in self.environment.items()),
             ],
             "readinessProbe": {

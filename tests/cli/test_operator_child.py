@@ -18,6 +18,7 @@ def operator(tmp_path: Path) -> Iterator[OperatorChild]:
             kubeconfig=tmp_path / "missing",
             redis_url="redis://127.0.0.1:1",
             signing_key_file=tmp_path / "missing.pem",
+            engine_token_file=tmp_path / "missing-token",
             log=tmp_path / "operator.log",
             lifeline=lifeline,
         )

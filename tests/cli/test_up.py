@@ -100,6 +100,18 @@ def test_what_is_printed_works_and_ctrl_c_stops_everything() -> None:
         )
         assert "tenantpolicy.tidegate.io/silver configured" in applied.stdout, applied.stderr
 
+        told = [
+            command.line(rf"^  (export {name}=.+)$") for name in ("KUBECONFIG", "TIDEGATE_OP\\w+")
+        ]
+        asked = "python -m tidegate_cli " + command.line(r"^  tidegate (get decisions .+)$")
+        listed = subprocess.run(
+            ["bash", "-ec", "\n".join([*told, f"{Path(sys.executable).parent}/{asked}"])],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "admitted" in listed.stdout, listed.stderr
+
         descendants = command.descendants()
         command.process.send_signal(signal.SIGINT)
         assert command.process.wait(60) == 0

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from tidegate_operator.leader import LeaseName
 from tidegate_operator.main import main
@@ -82,3 +83,11 @@ def test_setting_without_sense_is_refused(
     message = capsys.readouterr().err
     assert f"TIDEGATE_OPERATOR_{name}: " in message
     assert problem in message
+
+
+def test_why_requests_wait_is_told_only_with_the_engines_token(tmp_path: Path) -> None:
+    given = {"signing_key_file": tmp_path, "explain_port": 8082}
+    with pytest.raises(ValidationError, match="needs ENGINE_TOKEN_FILE"):
+        Settings.model_validate(given)
+    settings = Settings.model_validate({**given, "engine_token_file": tmp_path / "token"})
+    assert settings.explain_port == 8082
