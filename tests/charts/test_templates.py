@@ -124,7 +124,11 @@ def test_pool_differs_from_what_holds_for_all_only_where_it_says_so(helm: Helm) 
     for spec in (a, b):
         assert {"name": "TIDEGATE_DTYPE", "value": "float16"} in _env(spec)
     assert a["selector"] != b["selector"]
-    assert only(objects, "EnginePool", "a")["spec"]["selector"] == a["selector"]
+    pools = [only(objects, "EnginePool", name)["spec"] for name in ("a", "b")]
+    assert pools[0]["selector"] == a["selector"]
+    # Only what the chart doesn't set itself may be scaled.
+    assert pools[0]["workloadRef"]["name"] == "tidegate-engine-a"
+    assert "workloadRef" not in pools[1]
 
 
 def _env(deployment: dict[str, Any]) -> list[dict[str, Any]]:
