@@ -5,8 +5,8 @@ import typer
 from typer.testing import CliRunner
 
 from tidegate_cli.app import app
-from tidegate_cli.running import compute_to_end
 from tidegate_cli.bench.errors import BenchError
+from tidegate_cli.running import compute_to_end
 
 
 def test_a_benchmark_that_fails_is_one_line_and_exit_code_1(
