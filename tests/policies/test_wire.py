@@ -9,6 +9,9 @@ REPORT = EngineReport(
     sequence=3,
     revision=7,
     step=41,
+    block_size=16,
+    waiting_tokens=5,
+    queue_times=((3, 2), (217, 1)),
     refused=Refusal(revision=8, reason="BadSignature", message="not ours"),
     tenants=(TenantCounters(tenant="acme", output_tokens=5),),
 )
