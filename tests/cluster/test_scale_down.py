@@ -1,4 +1,4 @@
-"""Scale-down of real pods under load: the engines that leave let their streams end first."""
+"""Real pods that are scaled under load: engines that leave let their streams end first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tidegate_devcluster.processes import free_port
 from tidegate_testing.cluster import RunningCluster, eventually, install_crds
+from tidegate_testing.metrics_adapter import metrics_adapter
 from tidegate_testing.operator_process import OperatorSetup, apply, running_operator
 
 pytestmark = pytest.mark.cluster
@@ -21,6 +23,9 @@ NUM_STREAMS = 12
 STREAM_TOKENS = 120
 STEP_SECONDS = 0.1
 """A stream takes at least 12 s: far longer than the operator needs to notice anything."""
+
+KV_BLOCKS = 64
+"""A stream grows to 8 of them."""
 
 GRACE_SECONDS = 20
 SCRATCH = "/var/run/tidegate/scratch"
@@ -35,6 +40,7 @@ def operator_setup(full_cluster: RunningCluster, tmp_path: Path) -> Iterator[Ope
         kubeconfig=full_cluster.kubeconfig,
         redis_url=full_cluster.redis.url,
         directory=tmp_path,
+        metrics_port=free_port(),
     )
     with running_operator(setup):
         yield setup
@@ -45,8 +51,10 @@ def operator_setup(full_cluster: RunningCluster, tmp_path: Path) -> Iterator[Ope
 PLURALS = ("enginepools", "preemptionpolicies", "prioritytiers", "servicelevels", "tenantpolicies")
 
 
-def engines(cluster: RunningCluster, setup: OperatorSetup, namespace: str) -> list[dict[str, Any]]:
-    """A pool that anybody may use, its Deployment and its Service."""
+def engines(
+    cluster: RunningCluster, setup: OperatorSetup, namespace: str, **spec: object
+) -> list[dict[str, Any]]:
+    """A pool that anybody may use, its Deployment and its Service; `spec` is the pool's."""
     variables = {
         "TIDEGATE_POOL": f"{namespace}/chat",
         "TIDEGATE_REDIS_URL": cluster.redis.url_for(address=cluster.host_address),
@@ -54,6 +62,7 @@ def engines(cluster: RunningCluster, setup: OperatorSetup, namespace: str) -> li
         "TIDEGATE_EXECUTOR": "simulated",
         "TIDEGATE_SIMULATED_STEP_SECONDS": str(STEP_SECONDS),
         "TIDEGATE_STATE_DIR": f"{SCRATCH}/state",
+        "TIDEGATE_KV_BLOCKS": str(KV_BLOCKS),
         "TIDEGATE_DRAIN_SECONDS": str(GRACE_SECONDS),
     }
     container = {
@@ -101,7 +110,7 @@ def engines(cluster: RunningCluster, setup: OperatorSetup, namespace: str) -> li
                 "selector": {"matchLabels": labels},
                 "workloadRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": "engines"},
                 "unknownTenants": {"action": "Admit"},
-                "replicas": 3,
+                **spec,
             },
         },
     ]
@@ -142,7 +151,7 @@ def test_scaling_from_three_to_one_breaks_no_stream_and_fails_no_request(
     full_cluster: RunningCluster, cluster_namespace: str, operator_setup: OperatorSetup
 ) -> None:
     kubectl, namespace = full_cluster.cluster.kubectl, cluster_namespace
-    apply(kubectl, namespace, *engines(full_cluster, operator_setup, namespace))
+    apply(kubectl, namespace, *engines(full_cluster, operator_setup, namespace, replicas=3))
 
     def get(what: str, path: str) -> str:
         shown = kubectl("get", what, "-n", namespace, "-o", f"jsonpath={{{path}}}", check=True)
@@ -168,3 +177,56 @@ def test_scaling_from_three_to_one_breaks_no_stream_and_fails_no_request(
     assert set(statuses) == {200}
     eventually(lambda: get("pod", ".items[*].metadata.name").count("engines-") == 1, "one pod")
     assert service.ask() == 200
+
+
+def test_the_real_hpa_scales_from_one_to_three_and_back_under_real_load(
+    full_cluster: RunningCluster,
+    cluster_namespace: str,
+    operator_setup: OperatorSetup,
+    tmp_path: Path,
+) -> None:
+    kubectl, namespace = full_cluster.cluster.kubectl, cluster_namespace
+    scaling = {
+        "driver": "HPA",
+        "maxReplicas": 3,
+        "kvUtilizationPercent": 20,
+        "behavior": {
+            "scaleDown": {
+                "stabilizationWindowSeconds": 20,
+                "policies": [{"type": "Pods", "value": 4, "periodSeconds": 5}],
+            }
+        },
+    }
+    pool = engines(full_cluster, operator_setup, namespace, autoscaling=scaling)
+    apply(kubectl, namespace, *pool)
+
+    def get(what: str, path: str) -> str:
+        shown = kubectl("get", what, "-n", namespace, "-o", f"jsonpath={{{path}}}", check=True)
+        return shown.stdout
+
+    def has_ready(number: int) -> bool:
+        return get("epool/chat", ".status.engines.summary") == f"{number}/{number}"
+
+    eventually(lambda: has_ready(1), "one engine", timeout_seconds=60)
+    service = Service(full_cluster.address(namespace, "engines"))
+    enough, begun = threading.Event(), threading.Semaphore(0)
+
+    def keep_reading() -> list[bool]:
+        whole = []
+        while not enough.is_set():
+            whole.append(is_whole(service.stream(begun)))
+        return whole
+
+    metrics_url = f"http://127.0.0.1:{operator_setup.metrics_port}/metrics"
+    with (
+        metrics_adapter(kubectl, namespace, metrics_url, tmp_path / "adapter"),
+        ThreadPoolExecutor(NUM_STREAMS) as readers,
+    ):
+        read = [readers.submit(keep_reading) for _ in range(NUM_STREAMS)]
+        try:
+            eventually(lambda: has_ready(3), "three engines", timeout_seconds=90)
+        finally:
+            enough.set()
+        eventually(lambda: has_ready(1), "one engine again", timeout_seconds=90)
+        assert all(all(one.result()) for one in read)
+    assert get("deploy/engines", ".spec.replicas") == "1"

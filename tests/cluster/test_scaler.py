@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml
 
 from tidegate_devcluster.kubectl import Kubectl
 from tidegate_policies.wire import TenantCounters
@@ -228,3 +231,20 @@ def test_an_engine_with_a_timeout_is_waited_for_until_it_has_nothing_left(
 
     three_engines[1].running = 0
     wait_for_replicas(kubectl, namespace, 2)
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
+
+
+def test_the_pool_and_the_commands_of_the_page_work(kubectl: Kubectl, namespace: str) -> None:
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    pool = yaml.safe_load(text)
+    pool["metadata"]["namespace"] = namespace
+    apply(kubectl, namespace, a_workload(), pool, a_pod("engines-0"))
+    commands = re.findall(r"^    kubectl -n serving (.*)$", PAGE, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        kubectl("-n", namespace, *command.split(), check=True)
+    wait_for_replicas(kubectl, namespace, 3)
+    assert marks(kubectl, namespace, "engines-0") == {"tidegate.io/draining": "maintenance"}
+    wait_for_conditions(kubectl, "epool", "chat", namespace, Accepted="Accepted")
