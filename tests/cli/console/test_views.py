@@ -162,9 +162,9 @@ def test_share_is_of_the_tier_and_due_is_by_weight_among_those_with_work() -> No
             )
         )
 
-    fleet = a_fleet(
-        of(acme=160, zeta=140, other=500), before=(of(acme=100, zeta=100, other=0),), policy=policy
-    )
+    before = of(acme=100, zeta=100, idle=70, other=0)
+    now = of(acme=160, zeta=140, idle=70, other=500)
+    fleet = a_fleet(now, before=(before,), policy=policy)
     tenants = the_tenants(fleet)
     assert list(tenants) == ["acme", "idle", "zeta", "other"]
     assert (tenants["acme"].share_percent, tenants["acme"].due_percent) == (60, 75)
