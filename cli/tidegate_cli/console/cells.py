@@ -141,7 +141,7 @@ def _tenant_cells(view: TenantView) -> dict[str, Cell]:
             note=_listed(
                 (own.prompt_tokens, "in"),
                 (own.cached_tokens, "cached"),
-                (own.recomputed_tokens, "again"),
+                (own.recomputed_tokens, "recomputed"),
             ),
         ),
         "cost": Cell(
