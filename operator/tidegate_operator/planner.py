@@ -23,10 +23,8 @@ from tidegate_operator.references import policy_references
 from tidegate_operator.resources import (
     EnginePool,
     LabelSelector,
-    Model,
     Resource,
     TenantPolicy,
-    unenforced_fields,
 )
 from tidegate_operator.service_levels import standing
 from tidegate_operator.usage import ActivityInForce, PoolActivity, pool_usage, tenant_usage
@@ -126,7 +124,7 @@ def plan_policy_status(
     flaws = [flaw for _, verdict in own.values() for flaw in verdict.flaws]
     references = policy_references(view, policy)
     verdicts = [
-        accepted(_gravest_first(flaws), unenforced=unenforced_fields(policy.spec)),
+        accepted(_gravest_first(flaws)),
         resolved_refs(references.missing),
     ]
     entries, progress = _policy_pools(policy, own, known=known, now=now)
@@ -161,7 +159,7 @@ def plan_pool_status(state: PoolState, *, known: Json, now: datetime) -> StatusU
     is_cut_off = not state.is_redis_reachable
     was_programmed = is_cut_off and _holds(known, ConditionType.PROGRAMMED)
     verdicts = [
-        accepted((*state.compiled.flaws, *state.flaws), unenforced=unenforced_fields(pool.spec)),
+        accepted((*state.compiled.flaws, *state.flaws)),
         resolved_refs((*state.compiled.missing, *state.missing)),
         programmed(key, engines, revision, was_programmed=was_programmed)
         if state.is_published
@@ -210,10 +208,10 @@ def _engine_counts(engines: Engines, revision: int) -> Json:
 
 
 def plan_plain_status(
-    resource: Resource, spec: Model, flaws: Sequence[Flaw], *, known: Json, now: datetime
+    resource: Resource, flaws: Sequence[Flaw], *, known: Json, now: datetime
 ) -> StatusUpdate:
     """Return the status of an object that no engine sees by itself: Accepted and Ready."""
-    verdicts = [accepted(flaws, unenforced=unenforced_fields(spec))]
+    verdicts = [accepted(flaws)]
     verdicts.append(ready(verdicts))
     generation = resource.metadata.generation
     return _update(resource, _common(known, verdicts, generation=generation, now=now))

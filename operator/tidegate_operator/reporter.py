@@ -89,14 +89,14 @@ class Reporter:
         for tier in view.tiers.values():
             flaws = tier_flaws(view, tier.metadata.name, compiled)
             known = self._writer.known(tier.metadata.uid)
-            self._writer.submit(plan_plain_status(tier, tier.spec, flaws, known=known, now=now))
+            self._writer.submit(plan_plain_status(tier, flaws, known=known, now=now))
         plains: list[PreemptionPolicy | ServiceLevel] = [
             *view.preemption_policies.values(),
             *view.service_levels.values(),
         ]
         for plain in plains:
             known = self._writer.known(plain.metadata.uid)
-            self._writer.submit(plan_plain_status(plain, plain.spec, (), known=known, now=now))
+            self._writer.submit(plan_plain_status(plain, (), known=known, now=now))
         for invalid in view.invalid:
             known = self._writer.known(invalid.metadata.uid)
             self._writer.submit(plan_invalid_status(invalid, known=known, now=now))

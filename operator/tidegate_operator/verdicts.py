@@ -99,18 +99,13 @@ class Verdict:
     message: str
 
 
-def accepted(flaws: Sequence[Flaw], *, unenforced: Sequence[str] = ()) -> Verdict:
+def accepted(flaws: Sequence[Flaw]) -> Verdict:
     """Judge whether a spec is valid and in conflict with nothing.
 
     Args:
         flaws: What is wrong, the gravest first.
-        unenforced: Fields that are set and that nothing obeys yet; the message names them.
     """
     message = _messages(flaws) if flaws else "The specification is valid."
-    if unenforced and not flaws:
-        message = f"accepted; not enforced yet: {', '.join(unenforced)}"
-    elif unenforced:
-        message = f"{message}; not enforced yet: {', '.join(unenforced)}"
     reason = flaws[0].reason if flaws else Reason.ACCEPTED
     return Verdict(ConditionType.ACCEPTED, holds=not flaws, reason=reason, message=message)
 

@@ -1,4 +1,4 @@
-"""No field is silently without effect: it changes what is decided, or it is marked."""
+"""No field is without effect: it changes what is decided."""
 
 import types
 import typing
@@ -13,7 +13,6 @@ from tidegate_operator.compiler import compile_pool
 from tidegate_operator.demand import demand
 from tidegate_operator.resources import (
     KINDS,
-    NOT_ENFORCED_YET,
     AllowedNamespaces,
     EnginePool,
     LabelSelector,
@@ -138,17 +137,15 @@ OTHER_VALUES: dict[tuple[str, str], object] = {
 }
 
 
-def unmarked_fields(model: type[Model], path: str) -> Iterator[str]:
+def fields_of(model: type[Model], path: str) -> Iterator[str]:
     """Yield the fields that claim to have an effect, as deep as a value can be changed alone."""
     for field in model.model_fields.values():
         inner = f"{path}.{field.alias}"
-        if NOT_ENFORCED_YET in field.metadata:
-            continue
         nested = _nested(field.annotation)
         if nested is None or nested in (AllowedNamespaces, LabelSelector):
             yield inner
         else:
-            yield from unmarked_fields(nested, inner)
+            yield from fields_of(nested, inner)
 
 
 def _nested(annotation: Any) -> type[Model] | None:  # noqa: ANN401
@@ -241,7 +238,7 @@ def test_every_field_is_marked_or_tried_here() -> None:
     claimed = {
         (model.definition.kind, path)
         for model in KINDS
-        for path in unmarked_fields(model.model_fields["spec"].annotation, "spec")  # type: ignore[arg-type]
+        for path in fields_of(model.model_fields["spec"].annotation, "spec")  # type: ignore[arg-type]
     }
     assert claimed - SAID_TO_PEOPLE == set(OTHER_VALUES)
 

@@ -394,11 +394,11 @@ def test_usage_is_kept_until_the_first_window_is_over() -> None:
 
 def test_plain_objects_have_accepted_and_ready() -> None:
     level = a_service_level("interactive", window="1m")
-    update = plan_plain_status(level, level.spec, [], known={}, now=NOW)
+    update = plan_plain_status(level, [], known={}, now=NOW)
     assert reasons(update) == {"Accepted": ("True", "Accepted"), "Ready": ("True", "Ready")}
     tier = a_tier("gold")
     flaw = Flaw(Reason.TIER_CONFLICT, "another is older")
-    update = plan_plain_status(tier, tier.spec, [flaw], known={}, now=NOW)
+    update = plan_plain_status(tier, [flaw], known={}, now=NOW)
     assert reasons(update)["Ready"] == ("False", "TierConflict")
 
 

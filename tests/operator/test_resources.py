@@ -2,18 +2,15 @@
 
 import json
 from datetime import UTC, datetime
-from typing import Annotated
 
 import pytest
 from pydantic import ValidationError
 
 from tidegate_operator.resources import (
     KINDS,
-    NOT_ENFORCED_YET,
     AllowedNamespaces,
     EnginePoolSpec,
     LabelSelector,
-    Model,
     NamespacesFrom,
     ObjectMeta,
     StopPolicy,
@@ -21,7 +18,6 @@ from tidegate_operator.resources import (
     TenantPolicySpec,
     duration_seconds,
     duration_text,
-    unenforced_fields,
 )
 from tidegate_testing.manifests import (
     KIND_NAMES,
@@ -33,12 +29,6 @@ from tidegate_testing.manifests import (
 )
 
 MODELS = {kind.definition.kind: kind for kind in KINDS}
-
-
-def unenforced(manifest: Manifest) -> tuple[str, ...]:
-    resource = MODELS[manifest["kind"]].model_validate(manifest)
-    spec: Model = getattr(resource, "spec")  # noqa: B009 - each kind declares a spec of its own
-    return unenforced_fields(spec)
 
 
 @pytest.mark.parametrize(
@@ -194,48 +184,3 @@ def test_namespaces_let_in(allowed: dict[str, object], namespace: str, *, expect
     is_allowed = rule.allows(namespace=namespace, own_namespace="own", labels={"team": "a"})
 
     assert is_allowed is expected
-
-
-def test_every_field_without_effect_is_named() -> None:
-    assert unenforced(full_manifest("PriorityTier")) == ()
-    assert unenforced(full_manifest("PreemptionPolicy")) == ()
-    assert unenforced(full_manifest("ServiceLevel")) == ()
-    assert unenforced(policy_with_references()) == ()
-    assert unenforced(full_manifest("TenantPolicy")) == ()
-    assert unenforced(full_manifest("EnginePool")) == ()
-
-
-def test_parts_without_effect_are_named_even_when_they_are_empty() -> None:
-    class Part(Model):
-        flag: bool = False
-
-    class Spec(Model):
-        part: Annotated[Part, NOT_ENFORCED_YET] = Part()
-        other: Part = Part()
-
-    assert unenforced_fields(Spec.model_validate({"part": {}, "other": {}})) == ("spec.part",)
-
-
-@pytest.mark.parametrize("kind", KIND_NAMES)
-def test_fields_left_out_are_not_named(kind: str) -> None:
-    assert unenforced(minimal_manifest(kind)) == ()
-
-
-def test_field_set_to_its_default_is_named_and_null_is_not() -> None:
-    class Spec(Model):
-        flag: Annotated[bool | None, NOT_ENFORCED_YET] = False
-
-    assert unenforced_fields(Spec.model_validate({"flag": False})) == ("spec.flag",)
-    assert unenforced_fields(Spec.model_validate({"flag": None})) == ()
-
-
-def test_field_without_effect_in_a_list_is_named_once() -> None:
-    class Item(Model):
-        flag: Annotated[bool, NOT_ENFORCED_YET] = False
-
-    class Spec(Model):
-        items: tuple[Item, ...] = ()
-
-    spec = Spec.model_validate({"items": [{"flag": True}, {}, {"flag": False}]})
-
-    assert unenforced_fields(spec) == ("spec.items[].flag",)

@@ -5,7 +5,6 @@ from tidegate_operator.resources.base import (
     API_VERSION,
     CATEGORY,
     GROUP,
-    NOT_ENFORCED_YET,
     VERSION,
     CelRule,
     Column,
@@ -13,11 +12,9 @@ from tidegate_operator.resources.base import (
     ConditionStatus,
     Definition,
     Model,
-    NotEnforcedYet,
     ObjectMeta,
     Resource,
     Status,
-    unenforced_fields,
 )
 from tidegate_operator.resources.engine_pool import (
     Batching,
@@ -104,7 +101,6 @@ __all__ = [
     "CATEGORY",
     "GROUP",
     "KINDS",
-    "NOT_ENFORCED_YET",
     "VERSION",
     "AllowedNamespaces",
     "Autoscaling",
@@ -131,7 +127,6 @@ __all__ = [
     "LocalRef",
     "Model",
     "NamespacesFrom",
-    "NotEnforcedYet",
     "ObjectMeta",
     "OnOverload",
     "PoolCapacity",
@@ -173,5 +168,4 @@ __all__ = [
     "WorkloadRef",
     "duration_seconds",
     "duration_text",
-    "unenforced_fields",
 ]

@@ -1,7 +1,6 @@
 """What every custom resource is made of: model rules, declarative marks, metadata, conditions."""
 
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Any, ClassVar
@@ -62,13 +61,6 @@ class SchemaKey:
         return {**handler(core_schema), self.key: self.value}
 
 
-@dataclass(frozen=True, slots=True)
-class NotEnforcedYet:
-    """Marks a field that is accepted and stored, but that no engine obeys yet."""
-
-
-NOT_ENFORCED_YET = NotEnforcedYet()
-
 # The API server writes the default into the object, so that a printer column can show it. Only
 # for defaults that never change: a stored default outlives the release that chose it.
 STORED_DEFAULT = SchemaKey(STORED_DEFAULT_KEY, value=True)
@@ -102,31 +94,6 @@ class Model(BaseModel):
     def as_json(self) -> dict[str, Any]:
         """Return the JSON form, with exactly the fields that were set and are not None."""
         return self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_none=True)
-
-
-def unenforced_fields(spec: Model) -> tuple[str, ...]:
-    """Return the paths (`spec.kv.lendablePercent`) of set fields that nothing enforces yet.
-
-    Set means written by the user, even when the written value is the default.
-    """
-    return tuple(dict.fromkeys(_unenforced(spec, "spec")))
-
-
-def _unenforced(value: object, path: str) -> Iterator[str]:
-    if isinstance(value, tuple):
-        for item in value:
-            yield from _unenforced(item, f"{path}[]")
-    if not isinstance(value, Model):
-        return
-    for name, field in type(value).model_fields.items():
-        inner = getattr(value, name)
-        if name not in value.model_fields_set or inner is None:
-            continue
-        inner_path = f"{path}.{field.alias}"
-        if NOT_ENFORCED_YET in field.metadata:
-            yield inner_path
-        else:
-            yield from _unenforced(inner, inner_path)
 
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
