@@ -253,6 +253,7 @@ def test_the_keyboard_reaches_everything_and_changes_the_theme(page: WatchedPage
         page.page.keyboard.press("Enter")
         expect(page.page.get_by_role("button", name=f"Theme: {name}")).to_be_visible()
     expect(body).to_have_class(re.compile("body--dark"))
+    page.page.wait_for_function("document.cookie.includes('=dark')")
     page.page.reload()
     expect(body).to_have_class(re.compile("body--dark"))
 
