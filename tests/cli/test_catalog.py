@@ -44,5 +44,5 @@ def test_the_change_alters_a_tier_and_a_weight_and_nothing_else() -> None:
 
 
 def test_a_set_that_does_not_exist_is_named() -> None:
-    with pytest.raises(CatalogError, match="'no-such-set'; there are: gold-silver-batch"):
+    with pytest.raises(CatalogError, match="'no-such-set'; there are: chat-and-batch, fair"):
         policies_folder("no-such-set")

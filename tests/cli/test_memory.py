@@ -21,9 +21,13 @@ def test_processes_are_called_what_people_call_them(command: list[str], name: st
 
 
 def test_every_child_is_measured_and_equal_names_are_numbered() -> None:
-    command = [sys.executable, "-c", "input()"]
-    children = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(2)]
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    pipe = subprocess.PIPE
+    children = [subprocess.Popen(command, stdin=pipe, stdout=pipe) for _ in range(2)]
     try:
+        for child in children:
+            assert child.stdout is not None
+            child.stdout.readline()  # it has its memory
         sizes = resident_megabytes()
     finally:
         for child in children:

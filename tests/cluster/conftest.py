@@ -24,10 +24,9 @@ def operator_kubeconfig(control_plane: ControlPlane, kubectl: Kubectl, helm: Hel
     """Of the chart's ServiceAccount, with the rights that the chart gives it and no others."""
     values = {"operator": {"apiKeyNamespaces": ["*"]}}
     rendered = helm.render(values=values, namespace=RELEASE_NAMESPACE)
-    kubectl("create", "namespace", RELEASE_NAMESPACE, check=True)
-    kubectl(
-        "apply", "-f", "-", input=listed([o for o in rendered if o["kind"] in RIGHTS]), check=True
-    )
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": RELEASE_NAMESPACE}}
+    rights = [o for o in rendered if o["kind"] in RIGHTS]
+    kubectl("apply", "-f", "-", input=listed([namespace, *rights]), check=True)
     return control_plane.user_kubeconfig(
         f"system:serviceaccount:{RELEASE_NAMESPACE}:{OPERATOR}",
         ["system:serviceaccounts", f"system:serviceaccounts:{RELEASE_NAMESPACE}"],
