@@ -212,6 +212,7 @@ async def test_an_answer_that_has_begun_is_broken_off_and_not_mixed_with_an_erro
     async def answer_early(_: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-length", b"1000")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
         while (await receive())["type"] != "http.disconnect":
             pass
 
@@ -221,6 +222,7 @@ async def test_an_answer_that_has_begun_is_broken_off_and_not_mixed_with_an_erro
     reader, writer = await asyncio.open_connection(*listener.getsockname())
     writer.write(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
     assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+    assert await reader.readexactly(5) == b"begun"
     writer.write(b"no number\r\n")
     with contextlib.suppress(ConnectionResetError):
         assert await reader.read() == b""
