@@ -430,7 +430,7 @@ def test_the_watermarks_in_force_are_shown() -> None:
 
 def test_what_a_tenant_holds_of_the_kv_is_shown_beside_its_nominal() -> None:
     policy = a_snapshot(a_keyed_tenant("acme", kv_nominal_percent=5))
-    with a_running_engine(policy, blocks=100) as engine:
+    with a_running_engine(policy, blocks=100, step_seconds=0.01) as engine:
         stream = engine.openai().completions.create(
             model=MODEL, prompt="x" * 16 * 9, max_tokens=1000, stream=True
         )
