@@ -80,15 +80,15 @@ def crds(
 @bench.command()
 def propagation(  # noqa: PLR0917 - typer passes options by name
     policies: Annotated[
-        int, typer.Option(min=3, max=10_000, help="TenantPolicies of the pool.")
-    ] = 50,
-    engines: Annotated[int, typer.Option(min=1, max=64, help="Engine pods, simulated.")] = 2,
-    changes: Annotated[int, typer.Option(min=1, max=10_000, help="Changes, one by one.")] = 50,
+        int, typer.Option(min=1, max=10_000, help="TenantPolicies of the pool.")
+    ] = 1000,
+    engines: Annotated[int, typer.Option(min=1, max=500, help="Simulated engines.")] = 100,
+    changes: Annotated[int, typer.Option(min=1, max=10_000, help="Changes, one by one.")] = 100,
     seed: Annotated[int, typer.Option(help="Chooses the changed policies.")] = 1,
     json_file: JsonFile = None,
     quick: Quick = False,
 ) -> None:
-    """Measure the time from a change in the API to Programmed=True."""
+    """Measure the time from a change in the API to every engine, and the operator's needs."""
     settings = PropagationSettings(policies=policies, engines=engines, changes=changes, seed=seed)
     if quick:
         settings = settings.quick()

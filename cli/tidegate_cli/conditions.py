@@ -17,13 +17,16 @@ class ResourceWatch:
 
     Attributes:
         num_writes: Changes of objects seen since the first listing.
+        written_at: The event loop's time at which the last of them was seen.
     """
 
     num_writes: int
+    written_at: float
 
     def __init__(self, kubeconfig: Path, *, namespace: str, plural: str) -> None:
         """Prepare; inside the context, everything is seen from the start."""
         self.num_writes = 0
+        self.written_at = 0.0
         self._path = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/{plural}"
         self._plural = plural
         self._api = KubernetesApi(kubeconfig)
@@ -104,6 +107,7 @@ class ResourceWatch:
 
     def _take(self, change: Change) -> None:
         self.num_writes += 1
+        self.written_at = asyncio.get_running_loop().time()
         name = change.item["metadata"]["name"]
         if change.is_gone:
             self._items.pop(name, None)

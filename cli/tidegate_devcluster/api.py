@@ -21,6 +21,7 @@ from tidegate_devcluster.errors import ApiError
 Json = dict[str, Any]
 
 STRATEGIC_MERGE = "application/strategic-merge-patch+json"
+MERGE = "application/merge-patch+json"
 # The server ends each watch after this; a dead connection is noticed soon after.
 WATCH_SECONDS = 240
 RETRY_SECONDS = 0.5
@@ -85,6 +86,16 @@ class KubernetesApi:
     async def patch(self, path: str, body: Json) -> Json:
         """Applies a strategic merge patch; lists with merge keys are merged, not replaced."""
         return await self._request("PATCH", path, body=body, content_type=STRATEGIC_MERGE)
+
+    async def merge(self, path: str, body: Json) -> Json:
+        """Applies a JSON merge patch, the one that custom resources take."""
+        return await self._request("PATCH", path, body=body, content_type=MERGE)
+
+    async def text(self, path: str) -> str:
+        """Returns what is served there as it is, for example `/metrics`."""
+        async with self._session.get(self._server + path) as answer:
+            await _raise_for_status("GET", path, answer)
+            return await answer.text()
 
     async def delete(self, path: str, options: Json) -> Json:
         """Deletes an object under DeleteOptions."""

@@ -2,9 +2,22 @@
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
 
 from tidegate_engine.events import EngineStats, PolicyApplied, StepReport
-from tidegate_engine.loop import EngineLoop, EngineStoppedError
+from tidegate_engine.loop import EngineStoppedError
+
+
+class CountedEngine(Protocol):
+    """An engine as who counts what is in it sees it; an `EngineLoop` is one."""
+
+    @property
+    def last_stats(self) -> EngineStats:
+        """The newest answer to `stats`."""
+
+    def stats(self) -> "Future[EngineStats]":
+        """Count at the next step boundary."""
 
 
 class EngineBridge:
@@ -35,7 +48,7 @@ class EngineBridge:
         self._event_loop.call_soon_threadsafe(_call_all, self.on_stop)
 
 
-async def engine_stats(engine: EngineLoop, *, patience_seconds: float) -> EngineStats:
+async def engine_stats(engine: CountedEngine, *, patience_seconds: float) -> EngineStats:
     """Count at the next step boundary; when that is too far away, return the last count."""
     try:
         async with asyncio.timeout(patience_seconds):

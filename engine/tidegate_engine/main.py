@@ -111,7 +111,7 @@ async def run_engine(
         await serving
         await cancel_all({asked_to_stop})
         return EXIT_FAILED
-    redis = _redis(settings)
+    redis = redis_client(settings)
     incarnation = uuid.uuid4().hex
     rates = _rates(settings, redis, incarnation)
     service = assemble(
@@ -148,6 +148,22 @@ async def run_engine(
         failed = await _stop(service, ports, running)
         await redis.aclose()
     return EXIT_FAILED if failed else 0
+
+
+def redis_client(settings: Settings) -> Redis:
+    """Return the engine's way to Redis; nothing is connected yet."""
+    ca_file = settings.redis_ca_file
+    tls: dict[str, Any] = {} if ca_file is None else {"ssl_ca_certs": str(ca_file)}
+    return Redis.from_url(
+        settings.redis_url,
+        socket_timeout=settings.redis_timeout_seconds,
+        socket_connect_timeout=settings.redis_timeout_seconds,
+        health_check_interval=settings.redis_timeout_seconds,
+        # Once, for connections that the server has closed; what lasts longer is an outage.
+        retry=Retry(NoBackoff(), 1),
+        client_name=settings.pod_name,
+        **tls,
+    )
 
 
 async def _load(settings: Settings, asked_to_stop: "asyncio.Task[Any]") -> Parts:
@@ -219,21 +235,6 @@ def _scheduler(settings: Settings, parts: Parts) -> StepScheduler:
             max_batched_tokens=settings.max_batched_tokens,
             max_waiting=settings.max_waiting,
         ),
-    )
-
-
-def _redis(settings: Settings) -> Redis:
-    ca_file = settings.redis_ca_file
-    tls: dict[str, Any] = {} if ca_file is None else {"ssl_ca_certs": str(ca_file)}
-    return Redis.from_url(
-        settings.redis_url,
-        socket_timeout=settings.redis_timeout_seconds,
-        socket_connect_timeout=settings.redis_timeout_seconds,
-        health_check_interval=settings.redis_timeout_seconds,
-        # Once, for connections that the server has closed; what lasts longer is an outage.
-        retry=Retry(NoBackoff(), 1),
-        client_name=settings.pod_name,
-        **tls,
     )
 
 

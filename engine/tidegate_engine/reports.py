@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from tidegate_engine.bridge import engine_stats
+from tidegate_engine.bridge import CountedEngine, engine_stats
 from tidegate_engine.core.request import SchedulerStats, TenantStats
-from tidegate_engine.loop import EngineLoop
 from tidegate_engine.metrics import EngineMetrics
 from tidegate_engine.policy_board import PolicyBoard
 from tidegate_engine.policy_source import PolicySource
@@ -74,7 +73,7 @@ class Reporter:
         redis: Redis,
         board: PolicyBoard,
         source: PolicySource,
-        engine: EngineLoop,
+        engine: CountedEngine,
         tenants: TenantBooks,
     ) -> None:
         """Listen to what is worth a report; `run` begins.

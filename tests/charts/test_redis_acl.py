@@ -193,7 +193,7 @@ async def test_with_a_certificate_redis_speaks_tls_alone_and_operator_and_engine
             monkeypatch.setenv("TIDEGATE_VERIFY_KEY", base64.b64encode(bytes(32)).decode())
             for connection in (
                 operator_main._redis(OperatorSettings()),
-                engine_main._redis(EngineSettings.from_environment()),
+                engine_main.redis_client(EngineSettings.from_environment()),
             ):
                 assert await connection.ping()
                 await connection.aclose()

@@ -1,36 +1,31 @@
-"""`tidegate bench propagation`: from a change in the API to Programmed=True, and what it costs.
+"""`tidegate bench propagation`: from a change in the API to every engine, and what that costs.
 
-Real control plane, Redis, operator and engine pods; the engines compute nothing (`simulated`),
-because a policy takes effect between steps whatever a step is made of. Times are taken in this
-process, between a request to the API server and the event of a watch: no kubectl start-up in them.
+Real API server, Redis and operator; of the engines everything that policies pass through, many of
+them in one process. Times begin before the request to the API server, in this process, and end when
+the last engine obeys, by that engine's reading of the machine's monotonic clock.
 """
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import psutil
-from kubernetes.aio import client
-from kubernetes.aio.config import load_kube_config
 from rich.console import Console
 
 from tidegate_cli import report
+from tidegate_cli.bench.propagation_lab import FIRST_WEIGHT, Change, Lab, at_once
 from tidegate_cli.bench.result import BenchResult
-from tidegate_cli.conditions import ResourceWatch
 from tidegate_cli.errors import NotReadyError
-from tidegate_cli.local import POOL, TENANTS, LocalSettings, LocalTidegate
+from tidegate_cli.guard import guarded
 from tidegate_cli.percentiles import percentile
-from tidegate_operator.resources import API_VERSION, GROUP, VERSION
 
-_PLURAL = "tenantpolicies"
-_WRITES_AT_ONCE = 16
-_CHANGE_SECONDS = 30.0
-_SETTLE_SECONDS = 60.0
-_QUIET_SECONDS = 1.0
+_CHANGE_SECONDS = 60.0
+_STATUSES_PER_SECOND = 10.0
+"""Far fewer than the operator writes: so long is waited for the statuses of all policies."""
+
+_QUIET_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,228 +33,195 @@ class PropagationSettings:
     """How much is measured.
 
     Attributes:
-        policies: TenantPolicies of the pool; a burst changes each of them once.
+        policies: TenantPolicies of the pool, each with an API key in a Secret of its own; a burst
+            changes each of them once.
+        engines: Ready pods of the pool, and simulated engines.
         changes: Changes one by one, each after the one before is Programmed.
-        idle_seconds: How long writes are counted while nothing changes.
-        kubectl_rounds: Changes with the real kubectl, for comparison.
+        idle_seconds: How long writes and processor time are counted while nothing changes.
+        seed: Chooses the changed policies.
     """
 
-    policies: int = 50
-    engines: int = 2
-    changes: int = 50
-    idle_seconds: float = 60.0
-    kubectl_rounds: int = 5
+    policies: int = 1000
+    engines: int = 100
+    changes: int = 100
+    idle_seconds: float = 90.0
     seed: int = 1
 
     def quick(self) -> "PropagationSettings":
-        """Return the same with fewer changes and a shorter idle time."""
-        return replace(self, changes=min(self.changes, 10), idle_seconds=5.0, kubectl_rounds=1)
-
-
-class PolicyWriter:
-    """Changes weights of TenantPolicies through one connection pool."""
-
-    def __init__(self, api: client.CustomObjectsApi, namespace: str) -> None:
-        self._api = api
-        self._namespace = namespace
-        self._weight = 100
-
-    @classmethod
-    @asynccontextmanager
-    async def connected(cls, kubeconfig: Path, namespace: str) -> AsyncIterator["PolicyWriter"]:
-        """Open connections for the length of the block."""
-        # Never by a proxy of the environment: the address is this machine's.
-        configuration = client.Configuration(client_session_kwargs={"trust_env": False})
-        await load_kube_config(  # type: ignore[no-untyped-call]
-            str(kubeconfig), client_configuration=configuration
-        )
-        async with client.ApiClient(configuration) as api:
-            yield cls(client.CustomObjectsApi(api), namespace)
-
-    async def create(self, name: str) -> None:
-        """Create a policy without keys."""
-        body = {
-            "apiVersion": API_VERSION,
-            "kind": "TenantPolicy",
-            "metadata": {"name": name},
-            "spec": {"poolRefs": [{"name": POOL}], "weight": 100},
-        }
-        await self._api.create_namespaced_custom_object(
-            GROUP, VERSION, self._namespace, _PLURAL, body
+        """Return the same in small and short."""
+        return replace(
+            self,
+            policies=min(self.policies, 50),
+            engines=min(self.engines, 10),
+            changes=min(self.changes, 10),
+            idle_seconds=5.0,
         )
 
-    async def change(self, name: str) -> int:
-        """Give a policy a weight that none had before; returns the new generation."""
-        self._weight += 1
-        changed: Any = await self._api.patch_namespaced_custom_object(
-            GROUP,
-            VERSION,
-            self._namespace,
-            _PLURAL,
-            name,
-            {"spec": {"weight": self._weight}},
-            _content_type="application/merge-patch+json",
-        )
-        return int(changed["metadata"]["generation"])
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """Names of the policies."""
+        return tuple(f"tenant-{number:05d}" for number in range(self.policies))
+
+    @property
+    def pods(self) -> tuple[str, ...]:
+        """Names of the engines."""
+        return tuple(f"engine-{number:03d}" for number in range(self.engines))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Idle:
+    writes_per_minute: float
+    cpu_percent: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OneByOne:
+    """Milliseconds of every change, and the mean compile."""
+
+    in_force: list[float]
+    programmed: list[float]
+    compile_ms: float
 
 
 class PropagationBench:
-    """One run on a running Tidegate."""
+    """One run on running parts."""
 
     def __init__(
-        self,
-        tidegate: LocalTidegate,
-        settings: PropagationSettings,
-        *,
-        writer: PolicyWriter,
-        watch: ResourceWatch,
-        others: tuple[ResourceWatch, ...],
-        progress: Callable[[str], None],
+        self, lab: Lab, settings: PropagationSettings, *, progress: Callable[[str], None]
     ) -> None:
-        """Prepare.
-
-        Args:
-            tidegate: With simulated engines.
-            settings: How much.
-            writer: Makes the changes.
-            watch: Of the TenantPolicies.
-            others: Of the other kinds that the operator writes to.
-            progress: Told what is measured.
-        """
-        self._tidegate = tidegate
+        self._lab = lab
         self._settings = settings
-        self._writer = writer
-        self._watch = watch
-        self._others = others
         self._tell = progress
         self._rng = random.Random(settings.seed)
-        more = max(0, settings.policies - len(TENANTS))
-        self._added = [f"tenant-{number:05d}" for number in range(more)]
-        self._names = [*TENANTS, *self._added]
-        self._clock = asyncio.get_running_loop().time
+        self._patience = _CHANGE_SECONDS + settings.policies / _STATUSES_PER_SECOND
 
     async def run(self) -> BenchResult:
         """Measure everything.
 
         Raises:
-            NotReadyError: A change didn't become Programmed in time.
+            NotReadyError: A change didn't come into force, or become Programmed, in time.
         """
-        await self._add_policies()
-        one_by_one = [await self._one_change() for _ in range(self._settings.changes)]
+        await self._everything_in_force()
+        one_by_one = await self._one_by_one()
         self._tell(f"{self._settings.changes} changes one by one: done")
         burst = await self._burst()
-        self._tell(f"a burst of {len(self._names)} changes: done")
-        kubectl = [await self._kubectl_change() for _ in range(self._settings.kubectl_rounds)]
-        writes_per_minute = await self._idle_writes()
-        pid = self._tidegate.operator.pid
-        rss = psutil.Process(pid).memory_info().rss / 1e6 if pid else 0.0
+        self._tell(f"a burst of {self._settings.policies} changes: done")
+        await self._quiet()
+        idle = await self._idle()
+        peak = self._lab.operator_peak_megabytes()
         restart = await self._restart()
         return BenchResult(
             bench="propagation",
             settings={
-                "policies": len(self._names),
+                "policies": self._settings.policies,
                 "engines": self._settings.engines,
                 "changes": self._settings.changes,
                 "idle_seconds": self._settings.idle_seconds,
                 "seed": self._settings.seed,
-                "executor": "simulated",
             },
             results={
-                "p50_ms": percentile(one_by_one, 50) or 0.0,
-                "p99_ms": percentile(one_by_one, 99) or 0.0,
+                "p50_ms": percentile(one_by_one.in_force, 50) or 0.0,
+                "p99_ms": percentile(one_by_one.in_force, 99) or 0.0,
+                "programmed_p50_ms": percentile(one_by_one.programmed, 50) or 0.0,
+                "programmed_p99_ms": percentile(one_by_one.programmed, 99) or 0.0,
                 "burst_p99_ms": percentile(burst, 99) or 0.0,
-                "operator_rss_mb": rss,
-                "idle_writes_per_min": writes_per_minute,
+                "compile_ms": one_by_one.compile_ms,
+                "operator_rss_mb": peak,
+                "idle_writes_per_min": idle.writes_per_minute,
+                "idle_cpu_percent": idle.cpu_percent,
                 "restart_s": restart,
             },
             series={
-                "apply_to_programmed_ms": one_by_one,
+                "apply_to_in_force_ms": one_by_one.in_force,
+                "apply_to_programmed_ms": one_by_one.programmed,
                 "burst_ms": burst,
-                "kubectl_apply_and_wait_ms": kubectl,
             },
         )
 
-    async def _add_policies(self) -> None:
-        slots = asyncio.Semaphore(_WRITES_AT_ONCE)
+    async def _everything_in_force(self) -> None:
+        created = [Change(policy, FIRST_WEIGHT, 1) for policy in self._settings.policy_names]
+        for change in created:
+            await self._in_force(change)
+        self._tell("every engine obeys every policy")
+        for change in created:
+            await self._programmed(change)
+        self._tell("every policy is Programmed")
 
-        async def create(name: str) -> None:
-            async with slots:
-                await self._writer.create(name)
-
-        await asyncio.gather(*(create(name) for name in self._added))
-        for name in self._names:
-            await self._programmed(name, 1, limit_seconds=_SETTLE_SECONDS)
-        self._tell(f"{len(self._names)} policies are Programmed in every engine")
-
-    async def _programmed(
-        self, name: str, generation: int, *, limit_seconds: float = _CHANGE_SECONDS
-    ) -> float:
-        return await self._watch.when_true(
-            name, "Programmed", generation=generation, limit_seconds=limit_seconds
+    async def _in_force(self, change: Change) -> float:
+        return await self._lab.crowd.in_force.when(
+            change.tenant, change.weight, limit_seconds=_CHANGE_SECONDS
         )
 
-    async def _one_change(self) -> float:
-        name = self._rng.choice(self._names)
-        began = self._clock()
-        generation = await self._writer.change(name)
-        return (await self._programmed(name, generation) - began) * 1000
+    async def _programmed(self, change: Change) -> float:
+        return await self._lab.policies.when_true(
+            change.policy,
+            "Programmed",
+            generation=change.generation,
+            limit_seconds=self._patience,
+        )
+
+    async def _one_by_one(self) -> _OneByOne:
+        in_force, programmed = [], []
+        count, seconds = await self._lab.compiles()
+        for _ in range(self._settings.changes):
+            began = time.monotonic()
+            change = await self._lab.objects.change(self._any_policy())
+            in_force.append((await self._in_force(change) - began) * 1000)
+            programmed.append((await self._programmed(change) - began) * 1000)
+        count_after, seconds_after = await self._lab.compiles()
+        return _OneByOne(
+            in_force=in_force,
+            programmed=programmed,
+            compile_ms=(seconds_after - seconds) / (count_after - count) * 1000,
+        )
 
     async def _burst(self) -> list[float]:
         """Change all policies at once; times count from the API server's last answer."""
-        slots = asyncio.Semaphore(_WRITES_AT_ONCE)
+        changes = await at_once(map(self._lab.objects.change, self._settings.policy_names))
+        answered = time.monotonic()
+        return [max(0.0, await self._in_force(one) - answered) * 1000 for one in changes]
 
-        async def change(name: str) -> int:
-            async with slots:
-                return await self._writer.change(name)
-
-        generations = await asyncio.gather(*(change(name) for name in self._names))
-        answered = self._clock()
-        return [
-            max(0.0, await self._programmed(name, generation) - answered) * 1000
-            for name, generation in zip(self._names, generations, strict=True)
-        ]
-
-    async def _kubectl_change(self) -> float:
-        """Change a policy as people do: kubectl, its start-up included, then `kubectl wait`."""
-        name = self._rng.choice(self._names)
-        item = await self._tidegate.get("tenantpolicy", name)
-        weight = item["spec"]["weight"] + 1
-        began = self._clock()
-        patch = f'{{"spec": {{"weight": {weight}}}}}'
-        await self._tidegate.kubectl("patch", "tenantpolicy", name, "--type=merge", "-p", patch)
-        await self._tidegate.kubectl(
-            "wait", f"tenantpolicy/{name}", "--for=condition=Programmed", "--timeout=30s"
+    async def _idle(self) -> _Idle:
+        seconds = self._settings.idle_seconds
+        self._tell(f"counting writes and processor time while nothing changes, {seconds:g} s")
+        writes, cpu_seconds = await self._lab.objects.num_writes(), self._lab.operator_cpu_seconds()
+        began = time.monotonic()
+        await asyncio.sleep(seconds)
+        cpu_seconds, seconds = (
+            self._lab.operator_cpu_seconds() - cpu_seconds,
+            time.monotonic() - began,
         )
-        return (self._clock() - began) * 1000
-
-    async def _idle_writes(self) -> float:
-        await self._quiet()
-        self._tell(f"counting writes while nothing changes, {self._settings.idle_seconds:g} s")
-        before = self._num_writes()
-        await asyncio.sleep(self._settings.idle_seconds)
-        return (self._num_writes() - before) * 60 / self._settings.idle_seconds
+        writes = await self._lab.objects.num_writes() - writes
+        return _Idle(
+            writes_per_minute=writes * 60 / seconds, cpu_percent=100 * cpu_seconds / seconds
+        )
 
     async def _quiet(self) -> None:
-        """Wait until nothing was written for a while: the changes' own writes are no idle ones."""
-        deadline = self._clock() + _SETTLE_SECONDS
+        """Wait until no status was written for a while."""
+        deadline = time.monotonic() + self._patience
         seen = -1
-        while seen != self._num_writes():
-            if self._clock() > deadline:
-                raise NotReadyError("no more writes to status", limit_seconds=_SETTLE_SECONDS)
-            seen = self._num_writes()
+        while seen != self._lab.num_changes:
+            if time.monotonic() > deadline:
+                raise NotReadyError("no more writes to status", limit_seconds=self._patience)
+            seen = self._lab.num_changes
             await asyncio.sleep(_QUIET_SECONDS)
 
-    def _num_writes(self) -> int:
-        return sum(watch.num_writes for watch in (self._watch, *self._others))
-
     async def _restart(self) -> float:
-        """Kill the operator, change a policy meanwhile, and time from its start to Programmed."""
-        await self._tidegate.stop_operator(kill=True)
-        name = self._rng.choice(self._names)
-        generation = await self._writer.change(name)
-        began = self._clock()
-        await self._tidegate.start_operator()
-        return await self._programmed(name, generation) - began
+        """Kill the operator, change a policy meanwhile, and time until all is settled again.
+
+        That is when the change is Programmed, and the last status written that the start led to.
+        """
+        await self._lab.operator.stop(kill=True)
+        change = await self._lab.objects.change(self._any_policy())
+        self._tell("starting the operator anew")
+        began = time.monotonic()
+        await self._lab.operator.start()
+        await self._programmed(change)
+        await self._quiet()
+        return self._lab.changed_at - began
+
+    def _any_policy(self) -> str:
+        return self._rng.choice(self._settings.policy_names)
 
 
 async def run_propagation(
@@ -272,27 +234,12 @@ async def run_propagation(
     """Start everything, measure, print a table, write the JSON file, stop everything.
 
     Raises:
-        CommandError: Something didn't start, or a change didn't become Programmed in time.
-        DevClusterError: The cluster didn't start.
+        CommandError: A change didn't come into force, or become Programmed, in time.
+        DevClusterError: Something didn't start, or ended.
     """
-    local = LocalSettings(executor="simulated", replicas=settings.engines)
-    async with AsyncExitStack() as exits:
-        tidegate = await exits.enter_async_context(LocalTidegate(local, progress=progress))
-        writer = await exits.enter_async_context(
-            PolicyWriter.connected(tidegate.cluster.kubeconfig, tidegate.namespace)
-        )
-        watch, pools = [
-            await exits.enter_async_context(tidegate.watch(plural))
-            for plural in (_PLURAL, "enginepools")
-        ]
-        bench = PropagationBench(
-            tidegate, settings, writer=writer, watch=watch, others=(pools,), progress=progress
-        )
-        result = await tidegate.guarded(bench.run())
-        console.print(report.figures_table("bench propagation", result.results))
-        kubectl = percentile(result.series["kubectl_apply_and_wait_ms"], 50) or 0.0
-        console.print(
-            f"with kubectl patch and kubectl wait, their start-up included: {kubectl:.0f} ms (p50)"
-        )
-        if json_file is not None:
-            result.write(json_file)
+    async with Lab.running(settings.policy_names, settings.pods, progress) as lab:
+        bench = PropagationBench(lab, settings, progress=progress)
+        result = await guarded(bench.run(), lab.raise_if_ended)
+    console.print(report.figures_table("bench propagation", result.results))
+    if json_file is not None:
+        result.write(json_file)
