@@ -1,9 +1,10 @@
 """Fairness between the tenants of a tier: weighted virtual token counters.
 
 Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, algorithms 2 and 4
-(arXiv:2401.00588). Here a tenant is active while it has a request queued or running, not only
-while one is queued, and only counters of one group are compared: of tenants of the same tier, those
-of weight 0 apart.
+(arXiv:2401.00588). A tenant is backlogged, as those in the paper's queue are, while one of its
+requests isn't in the batch, or is there and its prompt isn't read yet: prompts take turns by
+counters, too. Only counters of one group are compared: of tenants of the same tier, those of weight
+0 apart.
 """
 
 import heapq
@@ -15,10 +16,29 @@ Group = tuple[int, bool]
 """The value of a tier, and whether these are its tenants of weight 0."""
 
 PROMPT_TOKEN_COST = 1.0
-"""Cost units per computed prompt token (w_p in the paper)."""
+"""Cost units per computed prompt token (w_p in the paper), its attention apart."""
 
 OUTPUT_TOKEN_COST = 2.0
 """Cost units per output token (w_q in the paper): a decode moves all weights for one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPrice:
+    """What computing prompt tokens costs: the more, the more context they attend to.
+
+    A general cost function as in algorithm 4 of the paper. At equal prices a tenant of huge prompts
+    would get several times the others' computing time.
+
+    Attributes:
+        pair_cost: Cost units per pair of a prompt token and a token that it attends to.
+    """
+
+    pair_cost: float = 0.0
+
+    def of(self, start: int, num_tokens: int) -> float:
+        """Return the cost units of so many prompt tokens from position `start` on."""
+        pairs = num_tokens * start + num_tokens * (num_tokens + 1) // 2
+        return PROMPT_TOKEN_COST * num_tokens + self.pair_cost * pairs
 
 
 class Payer(Protocol):
@@ -41,12 +61,12 @@ class _Members:
     """Who competes in a group.
 
     Attributes:
-        active: Members that want service.
-        suspended: Members that want service and that the others don't keep back.
+        active: Members that are backlogged.
+        suspended: Members that are, and that the others don't keep back.
         heap: (counter, member), at least one entry for each active one; one whose counter has grown
             since is put right when it comes to the top.
-        left_last: Counter of the member that became inactive last.
-        elsewhere: Members that want service of other engines of the pool.
+        left_last: Counter with which a member ceased to be backlogged, the last time one did.
+        elsewhere: Members that are backlogged at other engines of the pool.
     """
 
     active: dict[str, None] = field(default_factory=dict)
@@ -56,15 +76,15 @@ class _Members:
     elsewhere: dict[str, None] = field(default_factory=dict)
 
     def has(self, tenant: str) -> bool:
-        """Tell whether a tenant wants service here."""
+        """Tell whether a tenant is backlogged here."""
         return tenant in self.active or tenant in self.suspended
 
 
 class VirtualTokenCounters:
     """The service that each tenant has received, divided by its weight.
 
-    Serving the active tenant with the least counter first keeps any two backlogged tenants within
-    a constant of each other, whatever they send. All costs are logarithmic in the tenants.
+    Serving the backlogged tenant with the least counter first keeps any two of them within a
+    constant of each other, whatever they send. All costs are logarithmic in the tenants.
     """
 
     def __init__(self) -> None:
@@ -94,12 +114,13 @@ class VirtualTokenCounters:
             counter[account] = counter.get(account, 0.0) + num_tokens * payer.output_price
 
     def join(self, tenant: str, group: Group) -> None:
-        """Lift the counter of a tenant that becomes active, so that it can't bank idle time.
+        """Lift the counter of a tenant whose arrival makes it backlogged.
 
-        The floor is the least counter of the others that want service in the group, of this engine
-        or of another; when there is none, the counter with which a tenant of the group became
-        inactive last, or the least of the suspended ones if that is more. A counter never falls.
-        Whoever wants service elsewhere already has no idle time to bank.
+        So it can bank neither idle time nor time in which it got all that it asked for. The floor
+        is the least counter of the others that are backlogged in the group, at this engine or at
+        another; when there is none, the counter with which one ceased to be last, or the least of
+        the suspended ones if that is more. A counter never falls. Whoever is backlogged elsewhere
+        already has nothing to bank.
         """
         members = self._groups.setdefault(group, _Members())
         if tenant not in members.elsewhere:
@@ -107,9 +128,9 @@ class VirtualTokenCounters:
         self.readmit(tenant, group)
 
     def note_elsewhere(self, active: Iterable[tuple[str, Group]]) -> None:
-        """Know who wants service of other engines; whoever isn't named any more doesn't.
+        """Know who is backlogged at other engines; whoever isn't named any more isn't.
 
-        Whoever begins to is a newcomer here, too, and lifted: else it would pull others down.
+        Whoever begins to be is a newcomer here, too, and lifted: else it would pull others down.
         """
         before = {group: members.elsewhere for group, members in self._groups.items()}
         for members in self._groups.values():
@@ -120,15 +141,20 @@ class VirtualTokenCounters:
                 self._counter[tenant] = max(self.value(tenant), self._floor(members))
             members.elsewhere[tenant] = None
 
+    def is_backlogged(self, tenant: str, group: Group) -> bool:
+        """Tell whether a tenant counts as backlogged in a group at this engine."""
+        members = self._groups.get(group)
+        return members is not None and members.has(tenant)
+
     def leave(self, tenant: str, group: Group) -> None:
-        """Remember with which counter `tenant` has become inactive in the group."""
+        """Remember with which counter `tenant` has ceased to be backlogged in the group."""
         members = self._groups.setdefault(group, _Members())
         members.active.pop(tenant, None)
         members.suspended.pop(tenant, None)
         members.left_last = self.value(tenant)
 
     def suspend(self, tenant: str, group: Group) -> None:
-        """Leave an active tenant out of the floor: its own limit keeps it back, not the others.
+        """Leave a backlogged tenant out of the floor: its own limit keeps it back, not the others.
 
         Its counter falls behind, and a newcomer at that level would gain on all the others.
         """
@@ -137,7 +163,7 @@ class VirtualTokenCounters:
         members.suspended[tenant] = None
 
     def readmit(self, tenant: str, group: Group) -> None:
-        """Take an active tenant into the floor, again or for the first time."""
+        """Take a backlogged tenant into the floor, again or for the first time."""
         members = self._groups.setdefault(group, _Members())
         members.active[tenant] = None
         members.suspended.pop(tenant, None)
@@ -147,13 +173,12 @@ class VirtualTokenCounters:
             heapq.heapify(members.heap)
 
     def move(self, tenant: str, group: Group) -> None:
-        """Take a tenant into another group, as a newcomer there.
+        """Give a tenant the counter of a newcomer to another group.
 
-        Its counter grew against other tenants and says nothing in the new group: it starts level
-        with the least served one instead of being punished or favoured for its past.
+        Its own grew against other tenants and says nothing in the new group: it starts level with
+        the least served one instead of being punished or favoured for its past.
         """
         self._counter[tenant] = self._floor(self._groups.setdefault(group, _Members()))
-        self.readmit(tenant, group)
 
     def forget(self, tenant: str) -> None:
         """Drop a tenant that is no longer declared and has no work."""
@@ -168,7 +193,7 @@ class VirtualTokenCounters:
         return max(members.left_last, min(map(self.value, members.suspended), default=0.0))
 
     def _least(self, members: _Members) -> float | None:
-        """Return the least counter of the active members."""
+        """Return the least counter of the members that count."""
         while members.heap:
             counter, tenant = members.heap[0]
             if tenant not in members.active:

@@ -3,7 +3,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate_policies.fairness import VirtualTokenCounters
+from tidegate_policies.fairness import PromptPrice, VirtualTokenCounters
 
 TIER = (0, False)
 
@@ -180,3 +180,10 @@ def test_who_begins_to_want_service_elsewhere_pulls_nobody_down() -> None:
     counters.note_elsewhere([("light", TIER)])
     counters.join("new", TIER)
     assert counters.value("new") == 900
+
+
+def test_prompt_tokens_cost_the_more_the_more_they_attend_to() -> None:
+    price = PromptPrice(pair_cost=0.5)
+    assert price.of(0, 3) == 3 + 0.5 * (1 + 2 + 3)
+    assert price.of(0, 3) + price.of(3, 2) == price.of(0, 5)
+    assert PromptPrice().of(1000, 7) == 7

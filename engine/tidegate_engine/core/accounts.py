@@ -9,7 +9,7 @@ from tidegate_engine.core.plan import SampledToken, StepPlan
 from tidegate_engine.core.request import FinishReason, TokenOutput
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.tenants import Tenant
-from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+from tidegate_policies.fairness import OUTPUT_TOKEN_COST
 
 
 class Accounts:
@@ -22,6 +22,7 @@ class Accounts:
         self._running = books.running
         self._tenants = books.tenants
         self._shares = books.shares
+        self._price = books.forecast.prompt_price
 
     def commit_rows(
         self,
@@ -65,6 +66,8 @@ class Accounts:
             self._memory.register(seq)
             self._running.end_prefill(seq)
         self._charge_output(served)
+        for seq in read:
+            self._tenants.follow(seq.tenant)
         for value, num_tokens in by_tier.items():
             self._charge_tier(value, OUTPUT_TOKEN_COST * num_tokens, now)
         return outputs + first_outputs, ended + ended_at_first
@@ -87,7 +90,8 @@ class Accounts:
         """Charge computed prompt tokens, each once; what a recompute repeats is free."""
         tenant = seq.tenant
         start, end = seq.computed_tokens, seq.computed_tokens + num_tokens
-        fresh = max(0, min(end, len(seq.request.prompt_ids)) - max(start, seq.charged_tokens))
+        unpaid = max(start, seq.charged_tokens)
+        fresh = max(0, min(end, len(seq.request.prompt_ids)) - unpaid)
         repeated = max(0, min(end, seq.charged_tokens) - start)
         seq.computed_tokens = end
         # An output token is charged when it is sampled; computing its keys belongs to that.
@@ -95,7 +99,8 @@ class Accounts:
         tenant.totals.prompt_tokens += fresh
         tenant.totals.recomputed_tokens += repeated
         if fresh:
-            cost = PROMPT_TOKEN_COST * fresh
+            cost = self._price.of(unpaid, fresh)
+            tenant.totals.service += cost
             tenant.admitted_prompt_tokens -= fresh
             seq.charged_cost += cost
             weight = tenant.rule.weight
@@ -109,6 +114,7 @@ class Accounts:
         """Charge the output tokens of this step, at once for each tenant."""
         for tenant, num_tokens in served.items():
             tenant.totals.output_tokens += num_tokens
+            tenant.totals.service += OUTPUT_TOKEN_COST * num_tokens
             tenant.service += OUTPUT_TOKEN_COST * num_tokens
         self._tenants.counters.charge_output(served)
 

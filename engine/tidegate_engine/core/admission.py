@@ -345,8 +345,7 @@ class Admission:
             self.cached.append(CachedPrompt(seq.request_id, prompt_found))
         tenant.totals.cached_tokens += max(0, prompt_found - seq.charged_tokens)
         seq.charged_tokens = max(seq.charged_tokens, prompt_found)
-        self._running.add(seq)
-        self.admitted.append(seq.request_id)
+        self._take_in(seq)
 
     def _bring_in(self, seq: Sequence) -> None:
         if self._memory.begin_swap_in(seq):
@@ -358,5 +357,9 @@ class Admission:
         """Take a request into the batch whose KV is back on the device."""
         self._running.stop_expecting(seq)
         seq.tenant.swapped -= 1
+        self._take_in(seq)
+
+    def _take_in(self, seq: Sequence) -> None:
         self._running.add(seq)
+        self._tenants.follow(seq.tenant)
         self.admitted.append(seq.request_id)

@@ -2,6 +2,15 @@
 
 from dataclasses import dataclass
 
+from tidegate_policies.fairness import PROMPT_TOKEN_COST, PromptPrice
+
+MOST_PAIR_COST = PROMPT_TOKEN_COST / 500
+"""A pair costs no more, whatever was measured: the two parts of a step's time are easily mixed up.
+
+Source: of the models and machines measured, SmolLM2-135M on two CPU cores comes closest, with a
+thousandth.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorCosts:
@@ -22,3 +31,11 @@ class ExecutorCosts:
     context_token_seconds: float = 0.0
     prefill_pair_seconds: float = 0.0
     swap_block_seconds: float = 0.0001
+
+    @property
+    def prompt_price(self) -> PromptPrice:
+        """What tenants are charged for prompt tokens: by the time that these take here."""
+        if not self.prefill_token_seconds:
+            return PromptPrice()
+        pair_cost = PROMPT_TOKEN_COST * self.prefill_pair_seconds / self.prefill_token_seconds
+        return PromptPrice(min(pair_cost, MOST_PAIR_COST))

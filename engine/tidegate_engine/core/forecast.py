@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from tidegate_engine.core.lengths import LengthEstimator
 from tidegate_engine.core.sequence import Sequence
 from tidegate_policies.admission import PredictedPeak
-from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
+from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PromptPrice
 from tidegate_policies.rules import KvEstimate
 
 _PREDICTED_AHEAD_TOKENS = 16
@@ -22,11 +22,13 @@ class Forecast:
     Attributes:
         lengths: What was seen.
         estimate: How admission expects, as the policy in force says.
+        prompt_price: What prompts cost.
     """
 
-    def __init__(self, *, block_size: int) -> None:
+    def __init__(self, *, block_size: int, prompt_price: PromptPrice) -> None:
         self.lengths = LengthEstimator()
         self.estimate = KvEstimate.PREDICTED
+        self.prompt_price = prompt_price
         self._block_size = block_size
 
     def remaining_tokens(self, seq: Sequence) -> int:
@@ -48,7 +50,8 @@ class Forecast:
     def expected_cost(self, seq: Sequence) -> float:
         """Return the service that `seq` is expected to take yet, in cost units."""
         output_tokens = self._predicted_total(seq) - seq.num_tokens
-        return PROMPT_TOKEN_COST * seq.uncharged_prompt_tokens + OUTPUT_TOKEN_COST * output_tokens
+        prompt = self.prompt_price.of(seq.charged_tokens, seq.uncharged_prompt_tokens)
+        return prompt + OUTPUT_TOKEN_COST * output_tokens
 
     def peak_of(self, sequences: Iterable[Sequence]) -> PredictedPeak:
         """Return the most KV that these requests will hold together, if all run from now on."""

@@ -341,6 +341,7 @@ class Preemptor:
         seq.is_under_floor = False
         seq.tenant.totals.preemptions[PreemptionKey(cause, mode)] += 1
         self._tenants.reconsider(seq.tenant)
+        self._tenants.follow(seq.tenant)
         self._tenants.tier_of(seq.tenant).resumable[seq] = None
         self.preempted[seq] = None
         self._decisions.append(

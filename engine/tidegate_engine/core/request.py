@@ -138,7 +138,7 @@ class AccountStats(NamedTuple):
 
     Attributes:
         service: Charged service, in cost units.
-        competes: Whether it wants service, and neither its own limits nor a hold keep it back.
+        competes: Whether it is backlogged, and neither by its own limits nor by a hold.
     """
 
     service: float

@@ -81,7 +81,7 @@ class Scheduler:
         self._limits = limits
         self._tenants = TenantTable()
         self._running = Running()
-        self._forecast = Forecast(block_size=block_size)
+        self._forecast = Forecast(block_size=block_size, prompt_price=costs.prompt_price)
         self._step_times = StepTimeModel(costs)
         self._time_limits = TimeLimits()
         self._gate = KvGate(memory=self._memory, running=self._running, forecast=self._forecast)

@@ -70,5 +70,4 @@ def _grown(totals: TenantTotals, memory: KvMemory) -> dict[str, Any]:
         "kv_seconds": held_for / MICROSECONDS,
         "preemptions": dict(totals.preemptions),
         "preempted": totals.preemptions.total(),
-        "service": totals.service,
     }

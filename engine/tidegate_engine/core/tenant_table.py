@@ -63,12 +63,10 @@ class TenantTable:
         return self.tiers[tenant.tier.value]
 
     def enqueue(self, seq: Sequence, now: float) -> None:
-        """Queue an arrival; a tenant that becomes active by it is lifted."""
+        """Queue an arrival; a tenant that becomes backlogged by it is lifted."""
         tenant = seq.tenant
-        if not tenant.is_active:
-            self.counters.join(tenant.account, tenant.group)
-            if tenant.is_held:
-                self.counters.suspend(tenant.account, tenant.group)
+        if not tenant.is_backlogged:
+            self._join(tenant)
         tenant.queue.push(seq)
         if not tenant.is_held:
             self.tier_of(tenant).note_arrival(seq, now)
@@ -109,6 +107,18 @@ class TenantTable:
         if tenant is not None:
             self.reconsider(tenant)
 
+    def follow(self, tenant: Tenant) -> None:
+        """Know whether a tenant is still backlogged, or again though nothing has arrived."""
+        account, group = tenant.account, tenant.group
+        if tenant.is_backlogged == self.counters.is_backlogged(account, group):
+            return
+        if not tenant.is_backlogged:
+            self.counters.leave(account, group)
+        elif tenant.is_held:
+            self.counters.suspend(account, group)
+        else:
+            self.counters.readmit(account, group)
+
     def reconsider(self, tenant: Tenant) -> None:
         """Give a tenant the place that it has now that one of its requests has left the batch."""
         for one in tenant.in_tiers:
@@ -122,10 +132,8 @@ class TenantTable:
         # One that only waited changes nothing but for a tenant that waits for its own requests.
         if was_running or tenant.is_parked:
             self.reconsider(tenant)
-        if tenant.is_active:
-            return
-        self.counters.leave(tenant.account, tenant.group)
-        if not tenant.is_named:
+        self.follow(tenant)
+        if not (tenant.is_active or tenant.is_named):
             self._forget_idle(tenant.in_tiers[0])
 
     def note_elsewhere(self, service: Mapping[str, float], active: Iterable[str]) -> None:
@@ -190,6 +198,9 @@ class TenantTable:
                 tenant.queue.check_invariants()
                 if tenant.wants_service != (tenant.listed_key is not None):
                     raise AssertionError(f"{tenant.name} stands wrongly in the order of its tier")
+                counts = self.counters.is_backlogged(tenant.account, tenant.group)
+                if tenant.is_backlogged != counts:
+                    raise AssertionError(f"{tenant.name} counts wrongly among the backlogged")
 
     def _of_account(self, account: str) -> Tenant | None:
         """Return the declared tenant whose service another engine counts so, in its tier."""
@@ -248,15 +259,18 @@ class TenantTable:
         return merged
 
     def _merge(self, one: Tenant, into: Tenant) -> None:
-        was_active = into.is_active
-        if one.is_active:
+        was_backlogged = into.is_backlogged
+        if one.is_backlogged:
             self.counters.leave(one.account, one.group)
         self.counters.forget(one.account)
         into.take_over(one)
-        if into.is_active and not was_active:
-            self.counters.join(into.account, into.group)
-            if into.is_held:
-                self.counters.suspend(into.account, into.group)
+        if into.is_backlogged and not was_backlogged:
+            self._join(into)
+
+    def _join(self, tenant: Tenant) -> None:
+        self.counters.join(tenant.account, tenant.group)
+        if tenant.is_held:
+            self.counters.suspend(tenant.account, tenant.group)
 
     def _put(self, tenant: Tenant, rule: TenantRule, tier: TierRule) -> None:
         """Put a known tenant under these rules."""
@@ -264,7 +278,7 @@ class TenantTable:
         tenant.obey(rule, tier)
         if tenant.group != group:
             self._regroup(tenant, group)
-        if not tenant.is_active:
+        if not tenant.is_backlogged:
             return
         if tenant.is_held:
             self.counters.suspend(tenant.account, tenant.group)
@@ -272,9 +286,11 @@ class TenantTable:
             self.counters.join(tenant.account, tenant.group)
 
     def _regroup(self, tenant: Tenant, before: Group) -> None:
-        if tenant.is_active:
+        if tenant.is_backlogged:
             self.counters.leave(tenant.account, before)
+        if tenant.is_active:
             self.counters.move(tenant.account, tenant.group)
+            self.follow(tenant)
         else:
             self.counters.forget(tenant.account)
 

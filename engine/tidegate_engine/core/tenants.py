@@ -25,6 +25,7 @@ class TenantTotals:
     """What has grown since the scheduler's start; the fields are those of `TenantStats`.
 
     Attributes:
+        service: Charged, in cost units.
         held: KV blocks, and how long they were held.
     """
 
@@ -35,6 +36,7 @@ class TenantTotals:
     cancelled: int = 0
     expired: int = 0
     finished: int = 0
+    service: float = 0.0
     preemptions: Counter[PreemptionKey] = field(default_factory=Counter)
     held: HeldBlocks = field(default_factory=HeldBlocks)
 
@@ -45,11 +47,6 @@ class TenantTotals:
         for name in self.__slots__:
             if name != "held":
                 setattr(self, name, getattr(self, name) + getattr(other, name))
-
-    @property
-    def service(self) -> float:
-        """Charged service, in cost units."""
-        return PROMPT_TOKEN_COST * self.prompt_tokens + OUTPUT_TOKEN_COST * self.output_tokens
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -155,6 +152,11 @@ class Tenant:
         return bool(self.running or self.queue or self.preempted or self.swapped)
 
     @property
+    def is_backlogged(self) -> bool:
+        """Whether it wants more than the batch gives it: decodes get all that they can have."""
+        return bool(self.queue or self.admitted_prompt_tokens or self.preempted or self.swapped)
+
+    @property
     def group(self) -> Group:
         """With whom its counter is compared."""
         return self.tier.value, self.rule.weight == 0
@@ -193,8 +195,8 @@ class Tenant:
 
     @property
     def competes(self) -> bool:
-        """Whether it wants service, and neither its own limits nor a hold keep it back."""
-        return self.is_active and not (self.is_parked or self.is_held)
+        """Whether it is backlogged, and neither by its own limits nor by a hold."""
+        return self.is_backlogged and not (self.is_parked or self.is_held)
 
     @property
     def wants_service(self) -> bool:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_policies.rules import WatermarkRule
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request, a_run
@@ -76,3 +77,34 @@ def test_a_newcomer_gains_nothing_from_having_been_idle() -> None:
     run.steps(200)
     stats = run.scheduler.stats().tenants
     assert stats["new"].output_tokens == pytest.approx(stats["old"].output_tokens - served, abs=12)
+
+
+def test_who_gets_all_it_asks_for_banks_nothing_meanwhile() -> None:
+    run = a_run(a_snapshot(a_tenant("light"), a_tenant("heavy")), max_num_seqs=4, blocks=400)
+    run.submit(*(a_request("heavy", output=6) for _ in range(200)))
+    run.submit(a_request("light", output=400))
+    run.steps(100)  # it has never waited, nor been without a request
+    before = run.scheduler.stats().tenants
+    assert before["light"].virtual_counter < before["heavy"].virtual_counter / 2
+    run.submit(*(a_request("light", output=6) for _ in range(200)))
+    run.steps(100)
+    after = run.scheduler.stats().tenants
+    gained = {name: after[name].service - before[name].service for name in after}
+    assert gained["light"] == pytest.approx(gained["heavy"], rel=0.1)
+
+
+def test_a_tenant_of_long_prompts_gets_its_share_of_the_time_not_of_the_tokens() -> None:
+    costs = ExecutorCosts(prefill_token_seconds=1e-4, prefill_pair_seconds=1e-7)
+    run = a_run(a_snapshot(a_tenant("long"), a_tenant("short")), blocks=2000, costs=costs)
+    run.submit(*(a_request("long", prompt=_tokens(n, 1000), output=1) for n in range(40)))
+    run.submit(*(a_request("short", prompt=_tokens(n, 50), output=1) for n in range(200)))
+    run.steps(200)
+    served = run.scheduler.stats().tenants
+    seconds_per_token = {"long": 1e-4 + 500 * 1e-7, "short": 1e-4 + 25 * 1e-7}
+    seconds = {name: served[name].prompt_tokens * seconds_per_token[name] for name in served}
+    outputs = served["short"].output_tokens * 2e-4
+    assert seconds["long"] == pytest.approx(seconds["short"] + outputs, rel=0.1)
+
+
+def _tokens(number: int, length: int) -> tuple[int, ...]:
+    return (number, *range(1, length))

@@ -20,7 +20,7 @@ from tidegate_engine.core.stops import Stops
 from tidegate_engine.core.tenant_table import TenantTable
 from tidegate_engine.core.tenants import Tenant
 from tidegate_engine.core.time_limits import TimeLimits
-from tidegate_policies.fairness import Group, VirtualTokenCounters
+from tidegate_policies.fairness import Group, PromptPrice, VirtualTokenCounters
 from tidegate_policies.preemption import Shield
 from tidegate_testing import faults_of_memory
 from tidegate_testing.scheduler_invariants import Invariant
@@ -193,6 +193,24 @@ def a_counter_falls_when_its_tenant_joins(monkeypatch: Patch) -> None:
 @fault(Invariant.COUNTERS)
 def a_newcomer_is_not_lifted(monkeypatch: Patch) -> None:
     monkeypatch.setattr(VirtualTokenCounters, "join", VirtualTokenCounters.readmit)
+
+
+@fault(Invariant.COUNTERS)
+def who_gets_all_it_asks_for_banks_the_rest(monkeypatch: Patch) -> None:
+    join = TenantTable._join
+
+    def join_if_idle(self: TenantTable, tenant: Tenant) -> None:
+        if tenant.is_active:
+            self.counters.readmit(tenant.account, tenant.group)
+        else:
+            join(self, tenant)
+
+    monkeypatch.setattr(TenantTable, "_join", join_if_idle)
+
+
+@fault(Invariant.CHARGES)
+def attention_is_free(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(PromptPrice, "of", lambda _, _start, num_tokens: float(num_tokens))
 
 
 # -- order -------------------------------------------------------------------------------------

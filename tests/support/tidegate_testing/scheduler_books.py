@@ -9,6 +9,9 @@ from tidegate_engine.core.request import SchedulerStats, TenantStats
 from tidegate_testing.scheduler_invariants import Invariant, require
 from tidegate_testing.scheduler_view import Flight, Place, PolicyView, Seen
 
+PAIR_COST = 1 / 1024
+"""Cost units of a pair of prompt tokens, as the scheduler is told: sums of them are exact."""
+
 
 @dataclass
 class _Totals:
@@ -18,9 +21,13 @@ class _Totals:
         repeated: Tokens computed again after a preemption.
         unseen: Most tokens that were found in the prefix cache without any plan showing it: they
             count as paid, hence as repeated when they are computed.
+        pairs: Of the prompt tokens and what each attends to.
+        unseen_pairs: Most pairs of the unseen tokens.
     """
 
     prompt: int = 0
+    pairs: int = 0
+    unseen_pairs: int = 0
     output: int = 0
     repeated: int = 0
     unseen: int = 0
@@ -52,7 +59,10 @@ class Books:
             seen.paid = max(seen.paid, min(row.start, prompt))
         seen.computed = row.end
         if not row.is_decode:
-            totals.prompt += max(0, min(row.end, prompt) - max(row.start, seen.paid))
+            unpaid = max(row.start, seen.paid)
+            fresh = max(0, min(row.end, prompt) - unpaid)
+            totals.prompt += fresh
+            totals.pairs += fresh * unpaid + fresh * (fresh + 1) // 2
             totals.repeated += max(0, min(row.end, seen.paid) - row.start)
             seen.paid = max(seen.paid, row.end)
 
@@ -64,7 +74,9 @@ class Books:
     def preempt(self, seen: Seen) -> None:
         """Note that a request is taken out: what it has computed is paid."""
         if seen.computed is None:
-            self._of(seen.tenant).unseen += len(seen.tokens)
+            length = len(seen.tokens)
+            self._of(seen.tenant).unseen += length
+            self._of(seen.tenant).unseen_pairs += length * length
         else:
             seen.paid = max(seen.paid, seen.computed)
 
@@ -113,11 +125,13 @@ class Books:
             dict(totals.ends),
         )
         tokens = (found.prompt_tokens, found.output_tokens, found.recomputed_tokens)
+        tokens_cost = found.prompt_tokens + 2 * found.output_tokens
+        pairs = (found.service - tokens_cost) / PAIR_COST
         is_right = (
             totals.prompt - totals.unseen <= found.prompt_tokens <= totals.prompt
             and found.output_tokens == totals.output
             and totals.repeated <= found.recomputed_tokens <= totals.repeated + totals.unseen
-            and found.service == found.prompt_tokens + 2 * found.output_tokens
+            and totals.pairs - totals.unseen_pairs <= pairs <= totals.pairs
         )
         require(is_right, Invariant.CHARGES, name, tokens, found.service, "not", totals)
 

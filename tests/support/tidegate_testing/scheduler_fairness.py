@@ -45,7 +45,7 @@ class Fairness:
         self._used: dict[str, int] = {}
         self._counters: dict[str, float] = {}
         self._service: dict[str, float] = {}
-        self._active: dict[str, tuple[int, bool]] = {}
+        self._backlogged: dict[str, tuple[int, bool]] = {}
         self._left_last: dict[tuple[int, bool], float] = {}
         self._lifted: set[str] = set()
         self._mixed: set[tuple[int, bool]] = set()
@@ -67,7 +67,7 @@ class Fairness:
             seen.lower = None
         if moved or raised:
             self._left_last.clear()
-            self._active = self._in_own_tiers(live)
+            self._backlogged = self._backlog(live)
         # Who was held, and is no longer, joins like a newcomer.
         self._lifted = {name for name in names if before[name][1] != self._view.is_held(name)}
         self._lifted |= {seen.tenant for seen in raised}
@@ -75,14 +75,14 @@ class Fairness:
     def check_join(self, tenant: str, counter: float, live: Sequence[Seen]) -> None:
         """Verify the counter of a tenant with whose arrival nobody gains."""
         live = [seen for seen in live if seen.lower is None]
-        if any(seen.tenant == tenant for seen in live):
+        if tenant in self._backlog(live):
             return
         group = self._view.group(tenant)
         if group in self._mixed:
             return
         others = [
             name
-            for name in self._active
+            for name in self._backlogged
             if self._view.group(name) == group and not self._view.is_held(name)
         ]
         if not others:
@@ -102,20 +102,22 @@ class Fairness:
         for name, counter in found.items():
             before = self._counters.get(name, 0.0)
             require(counter >= before, Invariant.COUNTERS, name, counter, "after", before)
-            if name in self._active and name in self._counters and name not in self._lifted:
+            if name in self._counters and name not in self._lifted:
                 weight = self._view.rules[name].weight or 1
                 service = stats.accounts[name].service - self._service.get(name, 0.0)
-                is_charged = abs(counter - before - service / weight) < 1e-6 * (1 + counter)
+                lift = counter - before - service / weight
+                rounding = 1e-6 * (1 + counter)
+                is_charged = lift > -rounding and (name not in self._backlogged or lift < rounding)
                 require(is_charged, Invariant.CHARGES, name, before, counter, service, weight)
         self._mixed |= {
             (self._view.tier_of(seen).value, self._view.rules[seen.tenant].weight == 0)
             for seen in live
             if seen.lower is not None
         }
-        active = self._in_own_tiers(live)
+        backlogged = self._backlog(live)
         left: dict[tuple[int, bool], list[float | None]] = {}
-        for name, group in self._active.items():
-            if name not in active:
+        for name, group in self._backlogged.items():
+            if name not in backlogged:
                 left.setdefault(group, []).append(found.get(name))
         for group, counters in left.items():
             known = [counter for counter in counters if counter is not None]
@@ -123,7 +125,7 @@ class Fairness:
                 self._left_last[group] = min(known)
             else:
                 self._left_last.pop(group, None)
-        self._counters, self._active, self._lifted = found, active, set[str]()
+        self._counters, self._backlogged, self._lifted = found, backlogged, set[str]()
         self._service = {name: stats.accounts[name].service for name in stats.tenants}
         self._used = {name: tenant.kv_used_blocks for name, tenant in stats.tenants.items()}
 
@@ -188,9 +190,18 @@ class Fairness:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _in_own_tiers(self, live: Sequence[Seen]) -> dict[str, tuple[int, bool]]:
-        """Return the tenants with work in their own tiers, and with whom they compare."""
-        return {s.tenant: self._view.group(s.tenant) for s in live if s.lower is None}
+    def _backlog(self, live: Sequence[Seen]) -> dict[str, tuple[int, bool]]:
+        """Return the tenants that wait for service in their own tiers, and who compares there.
+
+        A request does until its prompt is paid for, and again while it is out of the batch.
+        """
+        waiting = (
+            seen
+            for seen in live
+            if seen.lower is None
+            and (seen.place is not Place.RUNNING or seen.paid < len(seen.request.prompt_ids))
+        )
+        return {seen.tenant: self._view.group(seen.tenant) for seen in waiting}
 
     def _is_above(self, high: Seen, low: Seen) -> bool:
         tier = self._view.tier_of(high)

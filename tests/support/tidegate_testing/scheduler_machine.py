@@ -19,6 +19,7 @@ from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.executor.base import ExecutorError
 from tidegate_engine.executor.clock import VirtualClock
 from tidegate_policies.snapshot import PolicySnapshot
+from tidegate_testing.scheduler_books import PAIR_COST
 from tidegate_testing.scheduler_invariants import Invariant, InvariantError
 from tidegate_testing.scheduler_policies import ANY, KV_ALONE, PolicyDraft, Trait, requests
 from tidegate_testing.scheduler_view import Seen, a_simulated_device
@@ -91,7 +92,10 @@ class World:
 
     def __post_init__(self) -> None:
         size = self.sizes
-        costs = ExecutorCosts(swap_block_seconds=size.swap_block_seconds)
+        costs = ExecutorCosts(
+            swap_block_seconds=size.swap_block_seconds,
+            prefill_pair_seconds=PAIR_COST * ExecutorCosts().prefill_token_seconds,
+        )
         self.scheduler = Scheduler(
             num_blocks=size.num_blocks,
             block_size=BLOCK_SIZE,

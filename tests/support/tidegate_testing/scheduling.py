@@ -48,12 +48,13 @@ def a_scheduler(
     max_num_seqs: int = 8,
     max_batched_tokens: int = 64,
     max_waiting: int = 1000,
+    costs: ExecutorCosts | None = None,
 ) -> Scheduler:
     """Build a scheduler in which `policy` is in force as revision 1."""
     limits = EngineLimits(
         max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens, max_waiting=max_waiting
     )
-    scheduler = Scheduler(num_blocks=blocks, block_size=block_size, limits=limits)
+    scheduler = Scheduler(num_blocks=blocks, block_size=block_size, limits=limits, costs=costs)
     scheduler.apply_policy(policy or a_snapshot(), 1)
     scheduler.plan_step(0.0)
     return scheduler
@@ -126,9 +127,11 @@ class Run:
         raise AssertionError(f"work left after {at_most} steps: {self.scheduler.stats()}")
 
 
-def a_run(policy: PolicySnapshot | None = None, **sizes: int) -> Run:
+def a_run(
+    policy: PolicySnapshot | None = None, *, costs: ExecutorCosts | None = None, **sizes: int
+) -> Run:
     """Build a scheduler with a simulated executor; `sizes` are those of `a_scheduler`."""
-    scheduler = a_scheduler(policy, **sizes)
+    scheduler = a_scheduler(policy, costs=costs, **sizes)
     executor = a_simulated_executor(
         blocks=sizes.get("blocks", 64), block_size=sizes.get("block_size", 4)
     )
