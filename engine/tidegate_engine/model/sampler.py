@@ -8,6 +8,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,8 +16,8 @@ from tidegate_engine.core.plan import SampledToken
 from tidegate_engine.core.sampling import SamplingContext, SamplingParams
 from tidegate_engine.model.logit_edits import edit_logits
 
-# Likeliest tokens looked at, more where these aren't enough, before a whole row is sorted.
-_NUM_CANDIDATES = (64, 1024, 8192)
+# Likeliest tokens looked at before a whole row is sorted.
+_NUM_CANDIDATES = 64
 # Maxima and sums of so many neighbours come first: kernels that look for a place are far slower
 # than those that reduce.
 _BLOCK = 256
@@ -57,7 +58,7 @@ def sample(
         if rows:
             index = torch.tensor(rows, device=logits.device)
             own, own_ends = [contexts[i] for i in rows], [ends[i] for i in rows]
-            own_logits = _select(logits, rows)
+            own_logits = _select(logits, index)
             if has_edits:
                 own_logits = edit_logits(own_logits.clone(), own, own_ends)
                 is_usable[index] &= _is_finite_at(own_logits, _likeliest(own_logits))
@@ -105,7 +106,7 @@ def _choose(logits: Tensor, contexts: Sequence[SamplingContext], ends: Sequence[
         if rows:
             index = torch.tensor(rows, device=logits.device)
             own = [params[i] for i in rows]
-            probabilities = _probabilities(_select(logits, rows), own)
+            probabilities = _probabilities(_select(logits, index), own)
             uniform = _uniform(own, [ends[i] for i in rows], logits)
             if has_cuts:
                 cuts = _Cuts(own, probabilities)
@@ -147,9 +148,9 @@ def _block_of_each(blocks: Tensor, block: Tensor) -> Tensor:
     return blocks[torch.arange(len(block), device=block.device), block]
 
 
-def _select(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return some rows; all of them as they are, without a copy."""
-    return logits if len(rows) == len(logits) else logits[torch.tensor(rows, device=logits.device)]
+def _select(logits: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows, in ascending order; all of them as they are, without a copy."""
+    return logits if len(rows) == len(logits) else logits[rows]
 
 
 def _draw_from_likeliest(probabilities: Tensor, cuts: "_Cuts", uniform: Tensor) -> Tensor:
@@ -157,17 +158,44 @@ def _draw_from_likeliest(probabilities: Tensor, cuts: "_Cuts", uniform: Tensor) 
     num_rows, vocabulary = probabilities.shape
     chosen = torch.zeros(num_rows, dtype=torch.int64, device=probabilities.device)
     left = torch.arange(num_rows, device=probabilities.device)
-    for most in (*_NUM_CANDIDATES, vocabulary):
-        count = min(most, vocabulary)
-        values, ids = probabilities[left].topk(count, dim=-1)
-        kept, is_enough = cuts.apply(values.double(), left)
-        places = _invert(kept, uniform[left])
-        done = is_enough | (count == vocabulary)
-        chosen[left[done]] = ids.gather(1, places.unsqueeze(1)).squeeze(1)[done]
-        left = left[~done]
+    for count in (min(_NUM_CANDIDATES, vocabulary), vocabulary):
+        of_rows = _select(probabilities, left)
+        kept = _descending(of_rows) if count == vocabulary else of_rows.topk(count).values.double()
+        is_done = cuts.apply(kept, left) | (count == vocabulary)
+        done = is_done.nonzero().squeeze(1)
+        places = _invert(kept, uniform[left])[done]
+        chosen[left[done]] = _tokens_at(places, _select(kept, done), _select(of_rows, done))
+        left = left[~is_done]
         if not len(left):
             break
     return chosen
+
+
+def _descending(rows: Tensor) -> Tensor:
+    """Sort the values of each row, as doubles.
+
+    Without the places that they come from it is far faster, most so by NumPy.
+    """
+    if rows.device.type == "cpu":
+        return torch.from_numpy(np.sort(rows.numpy(), axis=-1)[:, ::-1].astype(np.float64))
+    return rows.sort(dim=-1, descending=True).values.double()
+
+
+def _tokens_at(places: Tensor, kept: Tensor, probabilities: Tensor) -> Tensor:
+    """Return the tokens at some places of rows sorted from the likeliest, equals by their ids.
+
+    Args:
+        places: One of each row, where something is kept.
+        kept: The sorted rows up to that place at least, as doubles.
+        probabilities: The same rows by token.
+    """
+    value = kept.gather(1, places.unsqueeze(1))
+    place_among_equals = places - (kept > value).sum(dim=-1)
+    rows, tokens = (probabilities == value.float()).nonzero(as_tuple=True)
+    first = torch.searchsorted(rows, torch.arange(len(places), device=rows.device))
+    # A row of NaN equals nothing, not even itself; whatever it gets here isn't used.
+    found = (first + place_among_equals).clamp_(0, len(tokens))
+    return torch.cat((tokens, tokens.new_zeros(1)))[found]
 
 
 class _Cuts:
@@ -180,32 +208,33 @@ class _Cuts:
         self._top_k = _column([min(p.top_k or vocabulary, vocabulary) for p in params], like)
         self._top_p = _column([p.top_p for p in params], like)
 
-    def apply(self, values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def apply(self, values: Tensor, rows: Tensor) -> Tensor:
         """Zero what is left out.
 
         Args:
-            values: Probabilities of the likeliest tokens, in descending order, as doubles.
+            values: Probabilities of the likeliest tokens, in descending order, as doubles; changed
+                in place, which spares the system from handing out memory as large again.
             rows: Whose they are.
 
         Returns:
-            What is kept, and for each row whether nothing else could have been kept.
+            For each row whether nothing else could have been kept.
         """
         min_p, top_k, top_p = self._min_p[rows], self._top_k[rows], self._top_p[rows]
         count = values.shape[-1]
         places = torch.arange(count, device=values.device)
         least = min_p * values[:, :1]
-        values = values.masked_fill(places >= top_k, 0.0)
         is_whole = (top_k <= count) | (values[:, -1:] < least)
-        values = values.masked_fill(values < least, 0.0)
+        values.masked_fill_((places >= top_k) | (values < least), 0.0)
         # A token stays while those before it hold less than the share: so the first always does.
-        # Where a cut has left only tokens that are seen, it is a share of these; else of all.
-        sums = values.sum(dim=-1, keepdim=True)
-        before = values.cumsum(dim=-1) - values
-        kept = values.masked_fill(before >= top_p * torch.where(is_whole, sums, 1.0), 0.0)
-        # Tokens out of sight count only with the whole, which a further cut would change.
+        # It is a share of what other cuts have left, which has to be seen whole; else of all.
+        # They are summed up in one order, however many are seen and however many rows there are.
+        through = values.cumsum(dim=-1)
+        sums = through[:, -1:].clone()
+        before = through.sub_(values)
         only_top_p = (min_p == 0.0) & (top_k == self._vocabulary)
+        values.masked_fill_(before >= top_p * torch.where(only_top_p, 1.0, sums), 0.0)
         is_enough = is_whole | (only_top_p & (sums >= top_p))
-        return kept, is_enough.squeeze(1)
+        return is_enough.squeeze(1)
 
 
 def _probabilities(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:

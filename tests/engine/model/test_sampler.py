@@ -1,3 +1,4 @@
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -94,6 +95,43 @@ def test_cuts_wider_than_the_candidates_are_exact(params: dict[str, float]) -> N
     places = {token: i for i, token in enumerate(order.tolist())}
     drawn = [places[token] for token in draws(flat, 1000, **params)]
     assert count * 0.98 < max(drawn) < count
+
+
+def sorted_draw(logits: Tensor, params: SamplingParams, position: int) -> int:
+    """Draw from all tokens in order, equals by their ids, with the number of seed and position."""
+    key = params.seed.to_bytes(8, "little") + position.to_bytes(8, "little")
+    number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 11
+    shares = logits.softmax(-1).double().numpy()
+    order = np.argsort(-shares, kind="stable")
+    shares = shares[order]
+    shares[params.top_k or len(shares) :] = 0.0
+    shares[shares < params.min_p * shares[0]] = 0.0
+    whole = shares.sum() if params.top_k or params.min_p else 1.0
+    shares[np.cumsum(shares) - shares >= params.top_p * whole] = 0.0
+    sums = np.cumsum(shares)
+    return int(order[np.searchsorted(sums, number / 2.0**53 * sums[-1], side="right")])
+
+
+@pytest.mark.parametrize("flatness", [0.001, 0.3, 1.0])
+@pytest.mark.parametrize("step", [0.0, 0.05, 100.0])
+@pytest.mark.parametrize(
+    "cuts", [{"top_p": 0.7}, {"min_p": 0.02}, {"top_k": 70, "top_p": 0.95}, {"top_k": 3000}]
+)
+def test_cuts_draw_what_a_whole_sort_would_equals_by_their_ids(
+    flatness: float, step: float, cuts: dict[str, float]
+) -> None:
+    # The larger the step, the more tokens are equal: with 100 all of a row are.
+    logits = flatness * LOGITS
+    if step:
+        logits = (logits / step).round() * step
+    rows = [SamplingParams(seed=seed, **cuts) for seed in range(8)]  # type: ignore[arg-type]
+    for first in (0, 5000):
+        ends = range(first, first + 8)
+        drawn = [token.token_id for token in sample(logits, rows, ends)]
+        assert drawn == [
+            sorted_draw(of_row, params, end)
+            for of_row, params, end in zip(logits, rows, ends, strict=True)
+        ]
 
 
 def test_a_draw_depends_on_seed_and_position_alone() -> None:
