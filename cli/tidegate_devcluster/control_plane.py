@@ -38,11 +38,13 @@ class ControlPlane:
         server: URL of the API server.
         ca: Certificate that signs its certificate.
         kubeconfig: Of a user who may do everything.
+        etcd_url: etcd speaks its gRPC here, and the JSON of its gateway.
     """
 
     server: str
     ca: Path
     kubeconfig: Path
+    etcd_url: str
 
     def __init__(
         self,
@@ -106,17 +108,23 @@ class ControlPlane:
         server = self.server if host is None else f"https://{host}:{self.port}"
         return self._pki.kubeconfig(server, name, groups)
 
+    def stop_api_server(self) -> None:
+        """Kills it alone; everything that was stored stays in etcd."""
+        self._api_server.stop()
+
+    def restart_api_server(self) -> None:
+        """Starts it anew on the same port, after killing it if it still runs."""
+        self.stop_api_server()
+        self.children.remove(self._api_server)
+        self._start_api_server()
+
     def _start(self) -> None:
         self._pki = Pki(self._root / "pki")
         self.ca = self._pki.ca
         self.server = f"https://127.0.0.1:{free_port()}"
         self.kubeconfig = self.user_kubeconfig("admin", ["system:masters"])
-        etcd_url = self._start_etcd()
-        api_server = self._start_api_server(etcd_url)
-        tls = self._admin_tls()
-        api_server.wait_until(
-            lambda: _answers_ok(f"{self.server}/readyz", tls), timeout_seconds=START_SECONDS
-        )
+        self.etcd_url = self._start_etcd()
+        self._start_api_server()
         if self._controllers:
             self._start_controllers()
 
@@ -157,12 +165,19 @@ class ControlPlane:
         etcd.wait_until(lambda: _answers_ok(f"{client}/health"), timeout_seconds=START_SECONDS)
         return client
 
-    def _start_api_server(self, etcd_url: str) -> Child:
+    def _start_api_server(self) -> None:
+        self._api_server = self._child("kube-apiserver", self._api_server_arguments())
+        tls = self._admin_tls()
+        self._api_server.wait_until(
+            lambda: _answers_ok(f"{self.server}/readyz", tls), timeout_seconds=START_SECONDS
+        )
+
+    def _api_server_arguments(self) -> list[str]:
         pki = self._pki
         certificate, key = pki.server("kube-apiserver", self._hosts)
         proxy_certificate, proxy_key = pki.user("front-proxy-client")
         arguments = [
-            f"--etcd-servers={etcd_url}",
+            f"--etcd-servers={self.etcd_url}",
             "--bind-address=127.0.0.1",
             "--advertise-address=127.0.0.1",
             f"--secure-port={self.port}",
@@ -188,7 +203,7 @@ class ControlPlane:
         if not self._controllers:
             # Nobody makes the default service account, without which no Pod would be admitted.
             arguments.append("--disable-admission-plugins=ServiceAccount")
-        return self._child("kube-apiserver", arguments)
+        return arguments
 
     def _start_controllers(self) -> None:
         started = [

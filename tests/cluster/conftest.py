@@ -10,34 +10,29 @@ import pytest
 from tidegate_devcluster.control_plane import ControlPlane
 from tidegate_devcluster.kubectl import Kubectl
 from tidegate_devcluster.redis_server import RedisServer
-from tidegate_testing.helm import Helm, listed
+from tidegate_testing.helm import (
+    OPERATOR,
+    OPERATOR_LEASE,
+    OPERATOR_NAMESPACE,
+    Helm,
+    operator_kubeconfig,
+)
 from tidegate_testing.operator_process import OperatorSetup, a_pod, a_pool, apply, make_ready
 from tidegate_testing.reporting_engine import ReportingEngine, reporting_engine
 
-RELEASE_NAMESPACE = "tidegate"
-OPERATOR = "tidegate-operator"
-RIGHTS = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
 
-
-@pytest.fixture(scope="session")
-def operator_kubeconfig(control_plane: ControlPlane, kubectl: Kubectl, helm: Helm) -> Path:
+@pytest.fixture(scope="session", name="operator_kubeconfig")
+def operator_kubeconfig_fixture(control_plane: ControlPlane, kubectl: Kubectl, helm: Helm) -> Path:
     """Of the chart's ServiceAccount, with the rights that the chart gives it and no others."""
-    values = {"operator": {"apiKeyNamespaces": ["*"]}}
-    rendered = helm.render(values=values, namespace=RELEASE_NAMESPACE)
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": RELEASE_NAMESPACE}}
-    rights = [o for o in rendered if o["kind"] in RIGHTS]
-    kubectl("apply", "-f", "-", input=listed([namespace, *rights]), check=True)
-    return control_plane.user_kubeconfig(
-        f"system:serviceaccount:{RELEASE_NAMESPACE}:{OPERATOR}",
-        ["system:serviceaccounts", f"system:serviceaccounts:{RELEASE_NAMESPACE}"],
-    )
+    return operator_kubeconfig(control_plane, kubectl, helm)
 
 
 @pytest.fixture
 def operator_lease(kubectl: Kubectl, operator_kubeconfig: Path) -> str:  # noqa: ARG001
     """The Lease that the chart's ServiceAccount may write; there is none yet."""
-    kubectl("delete", "lease", OPERATOR, "-n", RELEASE_NAMESPACE, "--ignore-not-found", check=True)
-    return f"{RELEASE_NAMESPACE}/{OPERATOR}"
+    where = ("-n", OPERATOR_NAMESPACE, "--ignore-not-found")
+    kubectl("delete", "lease", OPERATOR, *where, check=True)
+    return OPERATOR_LEASE
 
 
 @pytest.fixture(scope="session")

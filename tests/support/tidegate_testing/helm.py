@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 
 from tidegate_devcluster.assets import Tool
+from tidegate_devcluster.control_plane import ControlPlane
+from tidegate_devcluster.kubectl import Kubectl
 
 Manifest = dict[str, Any]
 Values = Mapping[str, Any]
@@ -20,6 +22,12 @@ CHARTS = Path(__file__).resolve().parents[3] / "charts"
 CHART = CHARTS / "tidegate"
 CRD_CHART = CHARTS / "tidegate-crds"
 INSTALL_PAGE = CHARTS.parent / "docs" / "install.md"
+
+
+OPERATOR_NAMESPACE = "tidegate"
+OPERATOR = "tidegate-operator"
+OPERATOR_LEASE = f"{OPERATOR_NAMESPACE}/{OPERATOR}"
+_RIGHTS = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
 
 
 class Helm:
@@ -124,3 +132,26 @@ def acl_rules(objects: Sequence[Manifest], hashes: Mapping[str, str]) -> list[st
     for user, digest in hashes.items():
         rules = [rule.replace(f"$({user.upper()}_SHA256)", digest) for rule in rules]
     return rules
+
+
+def operator_kubeconfig(
+    control_plane: ControlPlane, kubectl: Kubectl, helm: Helm, *, host: str | None = None
+) -> Path:
+    """Write one of the chart's ServiceAccount, with the rights that the chart gives it alone.
+
+    Args:
+        control_plane: Signs it.
+        kubectl: As administrator, to apply the rights.
+        helm: Renders them.
+        host: By which the API server is called, see `ControlPlane.user_kubeconfig`.
+    """
+    values = {"operator": {"apiKeyNamespaces": ["*"]}}
+    rendered = helm.render(values=values, namespace=OPERATOR_NAMESPACE)
+    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": OPERATOR_NAMESPACE}}
+    rights = [found for found in rendered if found["kind"] in _RIGHTS]
+    kubectl("apply", "-f", "-", input=listed([namespace, *rights]), check=True)
+    return control_plane.user_kubeconfig(
+        f"system:serviceaccount:{OPERATOR_NAMESPACE}:{OPERATOR}",
+        ["system:serviceaccounts", f"system:serviceaccounts:{OPERATOR_NAMESPACE}"],
+        host=host,
+    )
