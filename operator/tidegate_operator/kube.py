@@ -212,10 +212,15 @@ class KubeApi:
         """Set the replicas of an EnginePool that has none; what has none can't be applied to.
 
         Raises:
-            ApiError: With status 404 when there is no such pool.
+            ApiError: With status 404 when there is no such pool, 409 when somebody else wrote it
+                just now, and may have scaled it.
         """
+        found = await self.read(POOLS, namespace, pool)
+        if found["spec"].get("replicas") is not None:
+            return
         path = f"{POOLS.path(namespace)}/{quote(pool)}/scale"
-        body = {"spec": {"replicas": replicas}}
+        seen = {"resourceVersion": found["metadata"]["resourceVersion"]}
+        body = {"metadata": seen, "spec": {"replicas": replicas}}
         query = [("fieldManager", FIELD_MANAGER)]
         await self.request("PATCH", path, query=query, body=body, content_type=_MERGE)
 

@@ -52,7 +52,7 @@ class ScaleApi(Protocol):
         """Have a workload scaled."""
 
     async def give_replicas(self, namespace: str, pool: str, replicas: int) -> None:
-        """Set the replicas of an EnginePool that has none."""
+        """Set the replicas of an EnginePool that still has none."""
 
     async def annotate(
         self, watched: Watched, namespace: str, name: str, annotations: Mapping[str, str | None]
