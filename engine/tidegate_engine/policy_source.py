@@ -12,6 +12,7 @@ import asyncio
 import base64
 import logging
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ from redis.exceptions import RedisError
 
 from tidegate_engine.policy_board import PolicyBoard
 from tidegate_engine.state_file import StateFile
+from tidegate_engine.tasks import cancel_all
 from tidegate_policies.change import ChangeError, LinedPolicy, PolicyChange
 from tidegate_policies.envelope import (
     Envelope,
@@ -36,6 +38,9 @@ from tidegate_policies.wire import Refusal, envelope_key, wake_channel
 
 POLL_SECONDS = 4.0
 """How often the envelope is looked at without a wake-up; half to one and a half times this."""
+
+STORE_SECONDS = 1.0
+"""The least time between two writes to disk: of a burst of changes only the last is worth it."""
 
 _RECONNECT_SECONDS = 0.5
 _FIELDS = ("revision", "digest")
@@ -88,6 +93,9 @@ class PolicySource:
         # The policy that was offered last, as the operator wrote it.
         self._lined: LinedPolicy | None = None
         self._seen: tuple[bytes | str | None, ...] = ()
+        self._unstored: tuple[Envelope, LinedPolicy] | None = None
+        self._is_to_store = asyncio.Event()
+        self._storing = threading.Lock()
         self.on_change: list[Callable[[], None]] = []
 
     @property
@@ -101,15 +109,20 @@ class PolicySource:
         return not (self._is_reachable and self._is_confirmed)
 
     async def run(self) -> None:
-        """Follow the envelope until cancelled."""
+        """Follow the envelope until cancelled; then the newest policy is on the disk."""
         self._stored = await self._read_disk()
-        while True:
-            try:
-                await self._follow()
-            except (RedisError, OSError) as error:
-                self._note_unreachable(error)
-            self._start_from_disk()
-            await asyncio.sleep(_jittered(_RECONNECT_SECONDS))
+        storing = asyncio.create_task(self._store_for_ever())
+        try:
+            while True:
+                try:
+                    await self._follow()
+                except (RedisError, OSError) as error:
+                    self._note_unreachable(error)
+                self._start_from_disk()
+                await asyncio.sleep(_jittered(_RECONNECT_SECONDS))
+        finally:
+            await cancel_all([storing])
+            self._store(self._unstored)
 
     async def _follow(self) -> None:
         """Subscribe, then read: a change between the two is in either the one or the other."""
@@ -120,7 +133,9 @@ class PolicySource:
             self._start_from_disk()
             while True:
                 message = await _wake_up(channel)
-                if message is not None and not await self._take_change(message):
+                if message is not None:
+                    if self._take_change(message):
+                        continue
                     self._seen = ()
                 await self._read()
 
@@ -137,9 +152,9 @@ class PolicySource:
             self._tell()
         self._seen = fields
         if text is not None:
-            await self._consider(text)
+            self._consider(text)
 
-    async def _take_change(self, message: bytes | str) -> bool:
+    def _take_change(self, message: bytes | str) -> bool:
         """Take what has changed, if the message says so and it can be used.
 
         Nothing is refused here: what can't be used makes the whole policy be read.
@@ -162,10 +177,10 @@ class PolicySource:
             return False
         self._seen = str(envelope.revision).encode(), envelope.digest.encode()
         self._note_good()
-        await self._offer(replace(envelope, body=lined.text), lined)
+        self._offer(envelope, lined)
         return True
 
-    async def _consider(self, text: bytes | str) -> None:
+    def _consider(self, text: bytes | str) -> None:
         revision = 0
         try:
             envelope = Envelope.from_json(text)
@@ -176,12 +191,13 @@ class PolicySource:
             return
         self._note_good()
         if snapshot is not None:
-            await self._offer(envelope, LinedPolicy.of(snapshot, envelope.body))
+            self._offer(envelope, LinedPolicy.of(snapshot, envelope.body))
 
-    async def _offer(self, envelope: Envelope, policy: LinedPolicy) -> None:
+    def _offer(self, envelope: Envelope, policy: LinedPolicy) -> None:
         self._lined = policy
         self._board.offer(policy.snapshot, revision=envelope.revision, digest=envelope.digest)
-        await self._store(envelope)
+        self._unstored = envelope, policy
+        self._is_to_store.set()
 
     def _unseal(self, envelope: Envelope) -> PolicySnapshot | None:
         """Check an envelope; None = it is the very one that was offered last."""
@@ -224,12 +240,25 @@ class PolicySource:
         _log.warning("starting from the policy on disk, revision %d", envelope.revision)
         self._board.offer(snapshot, revision=envelope.revision, digest=envelope.digest)
 
-    async def _store(self, envelope: Envelope) -> None:
-        try:
-            await asyncio.to_thread(self._state.write, envelope.to_json())
-        except OSError as error:
-            # The policy counts all the same; only a restart without Redis would miss it.
-            _log.warning("the policy can't be stored: %s", error)
+    async def _store_for_ever(self) -> None:
+        while True:
+            await self._is_to_store.wait()
+            self._is_to_store.clear()
+            newest, self._unstored = self._unstored, None
+            await asyncio.to_thread(self._store, newest)
+            await asyncio.sleep(STORE_SECONDS)
+
+    def _store(self, newest: tuple[Envelope, LinedPolicy] | None) -> None:
+        """Keep a policy on the disk; never two at a time, or the older might come last."""
+        if newest is None:
+            return
+        envelope, policy = newest
+        with self._storing:
+            try:
+                self._state.write(replace(envelope, body=policy.text).to_json())
+            except OSError as error:
+                # The policy counts all the same; only a restart without Redis would miss it.
+                _log.warning("the policy can't be stored: %s", error)
 
     # -- what others see -------------------------------------------------------------------------
 

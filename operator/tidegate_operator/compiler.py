@@ -7,6 +7,7 @@ content of the view alone, not on the order in which objects were seen.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeGuard
 
 from tidegate_operator.cluster import ClusterView
 from tidegate_operator.references import (
@@ -15,6 +16,7 @@ from tidegate_operator.references import (
     misplaced_tiers,
     policy_references,
     pool_references,
+    reference_surroundings,
 )
 from tidegate_operator.resources import EnginePool, TenantPolicy
 from tidegate_operator.rules import (
@@ -63,6 +65,15 @@ class PolicyVerdict:
         return not any(f.reason in OUT_OF_FORCE and not f.is_partial for f in self.flaws)
 
 
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A policy that refers to a pool, by its `namespace/name`, and what it refers to itself."""
+
+    key: str
+    policy: TenantPolicy
+    references: References
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledPool:
     """The policy of one pool, and what had to be left out of it.
@@ -75,6 +86,8 @@ class CompiledPool:
         flaws: What is wrong with the pool's own spec.
         missing: The pool's own references that lead nowhere.
         tier_flaws: What is wrong with PriorityTiers in this pool, by their names.
+        candidates: What it was compiled from, by the policies' `namespace/name`.
+        surroundings: What else the candidates' references were looked up in.
     """
 
     pool: str
@@ -85,32 +98,32 @@ class CompiledPool:
     flaws: tuple[Flaw, ...] = ()
     missing: tuple[Flaw, ...] = ()
     tier_flaws: Mapping[str, Flaw] = field(default_factory=dict)
+    candidates: Mapping[str, Candidate] = field(default_factory=dict, repr=False, compare=False)
+    surroundings: tuple[object, ...] = field(default=(), repr=False, compare=False)
 
     def differing_verdicts(self, other: "CompiledPool") -> set[str]:
         """Return the policies about which `other` says something else, or nothing."""
         return {name for name, own in self.verdicts.items() if other.verdicts.get(name) != own}
 
 
-def compile_pool(view: ClusterView, pool: EnginePool) -> CompiledPool:
-    """Compile the policy of `pool`; cost is linear in the policies that refer to it."""
+def compile_pool(
+    view: ClusterView, pool: EnginePool, *, before: CompiledPool | None = None
+) -> CompiledPool:
+    """Compile the policy of `pool`; cost is linear in the policies that refer to it.
+
+    Args:
+        view: The cluster.
+        pool: One of its pools.
+        before: An earlier result for any pool. What it has in common with this one is taken over,
+            which changes nothing but the time that it takes.
+    """
     key = pool.metadata.qualified_name
-    policies = view.policies_by_pool.get(key, ())
-    references = {p.metadata.qualified_name: policy_references(view, p) for p in policies}
-    flaws = _judge(view, pool, policies, references)
-    verdicts = {
-        policy.metadata.qualified_name: PolicyVerdict(
-            policy=policy.metadata.qualified_name,
-            uid=policy.metadata.uid,
-            generation=policy.metadata.generation,
-            tier=references[policy.metadata.qualified_name].tier.name,
-            flaws=tuple(flaws.get(policy.metadata.qualified_name, ())),
-            missing=references[policy.metadata.qualified_name].missing,
-        )
-        for policy in policies
-    }
-    in_force = [p for p in policies if verdicts[p.metadata.qualified_name].is_in_force]
+    candidates = _candidates(view, key, before)
+    flaws = _judge(view, pool, candidates)
+    verdicts = {one.key: _verdict(one, tuple(flaws.get(one.key, ())), before) for one in candidates}
+    in_force = [one for one in candidates if verdicts[one.key].is_in_force]
     own = pool_references(view, pool)
-    tiers = _used_tiers(pool, [references[p.metadata.qualified_name] for p in in_force], own=own)
+    tiers = _used_tiers(pool, [one.references for one in in_force], own=own)
     oversubscribed = _judge_reserved_shares(view, pool, tiers)
     return CompiledPool(
         pool=key,
@@ -122,7 +135,7 @@ def compile_pool(view: ClusterView, pool: EnginePool) -> CompiledPool:
                 replace(tier, reserved_share_percent=0) if tier.name in oversubscribed else tier
                 for tier in tiers
             ],
-            tenants=_tenant_rules(in_force, references, flaws),
+            tenants=_tenant_rules(in_force, flaws, before),
             batching=batching_rule(pool),
             watermarks=watermark_rule(pool),
             kv_estimate=kv_estimate(pool),
@@ -133,7 +146,45 @@ def compile_pool(view: ClusterView, pool: EnginePool) -> CompiledPool:
         flaws=tuple(pool_flaws(pool)),
         missing=own.missing,
         tier_flaws=oversubscribed,
+        candidates={one.key: one for one in candidates},
+        surroundings=reference_surroundings(view),
     )
+
+
+def _candidates(view: ClusterView, pool: str, before: CompiledPool | None) -> list[Candidate]:
+    """Return the policies of a pool, oldest first.
+
+    Nearly always one object has changed and all others are the very ones that were compiled
+    before, so that their references need not be looked up again.
+    """
+    known: Mapping[str, Candidate] = {}
+    if before is not None and before.surroundings == reference_surroundings(view):
+        known = before.candidates
+    found = []
+    for policy in view.policies_by_pool.get(pool, ()):
+        key = policy.metadata.qualified_name
+        one = known.get(key)
+        if one is None or one.policy is not policy:
+            one = Candidate(key, policy, policy_references(view, policy))
+        found.append(one)
+    return found
+
+
+def _verdict(one: Candidate, flaws: tuple[Flaw, ...], before: CompiledPool | None) -> PolicyVerdict:
+    if _has_same(before, one) and (old := before.verdicts[one.key]).flaws == flaws:
+        return old
+    return PolicyVerdict(
+        policy=one.key,
+        uid=one.policy.metadata.uid,
+        generation=one.policy.metadata.generation,
+        tier=one.references.tier.name,
+        flaws=flaws,
+        missing=one.references.missing,
+    )
+
+
+def _has_same(before: CompiledPool | None, one: Candidate) -> TypeGuard[CompiledPool]:
+    return before is not None and before.candidates.get(one.key) is one
 
 
 def tier_flaws(
@@ -161,72 +212,73 @@ def tier_flaws(
 _Flaws = dict[str, list[Flaw]]
 
 
-def _judge(
-    view: ClusterView,
-    pool: EnginePool,
-    policies: Sequence[TenantPolicy],
-    references: Mapping[str, References],
-) -> _Flaws:
-    """Find the flaws of `policies`, oldest first; each step looks only at what is still in force.
+def _judge(view: ClusterView, pool: EnginePool, candidates: Sequence[Candidate]) -> _Flaws:
+    """Find the flaws of policies, oldest first; each step looks only at what is still in force.
 
     The gravest flaws come first, so that a policy that isn't in force takes no tenant name, no
     quota and no key away from one that is.
     """
     flaws: _Flaws = {}
     owners: dict[str, str] = {}
-    remaining: list[TenantPolicy] = []
-    for policy in policies:
-        key = policy.metadata.qualified_name
-        found = [*_reserved_name(policy), *_forbidden(view, pool, policy)]
-        if not found and (owner := owners.get(policy.tenant)) is not None:
-            message = f"tenant {policy.tenant!r} belongs to the older TenantPolicy {owner!r}"
+    remaining: list[Candidate] = []
+    allowed = {
+        namespace: _allows(view, pool, namespace)
+        for namespace in dict.fromkeys(one.policy.metadata.namespace for one in candidates)
+    }
+    for one in candidates:
+        policy, tenant = one.policy, one.policy.tenant
+        found = _reserved_name(tenant)
+        if not allowed[policy.metadata.namespace]:
+            found.append(_namespace_flaw(pool, policy))
+        found += forbidden_tiers(view, policy)
+        if not found and (owner := owners.get(tenant)) is not None:
+            message = f"tenant {tenant!r} belongs to the older TenantPolicy {owner!r}"
             found = [Flaw(Reason.TENANT_CONFLICT, f"pool {_name(pool)!r}: {message}")]
         if not found and len(remaining) >= MAX_TENANTS:
             message = f"pool {_name(pool)!r} has {MAX_TENANTS} older tenants, the most it can have"
             found = [Flaw(Reason.TOO_MANY_TENANTS, message)]
         if found:
-            flaws[key] = found
+            flaws[one.key] = found
         else:
-            owners[policy.tenant] = key
-            remaining.append(policy)
+            owners[tenant] = one.key
+            remaining.append(one)
     _judge_quotas(pool, remaining, flaws)
-    _judge_keys(pool, remaining, references, flaws)
-    for policy in remaining:
-        key = policy.metadata.qualified_name
-        if misplaced := [*misplaced_tiers(view, policy, own=references[key].tier)]:
-            flaws.setdefault(key, []).extend(misplaced)
+    _judge_keys(pool, remaining, flaws)
+    for one in remaining:
+        if misplaced := [*misplaced_tiers(view, one.policy, own=one.references.tier)]:
+            flaws.setdefault(one.key, []).extend(misplaced)
     return flaws
 
 
-def _reserved_name(policy: TenantPolicy) -> list[Flaw]:
-    if policy.tenant != UNKNOWN_TENANT:
+def _reserved_name(tenant: str) -> list[Flaw]:
+    if tenant != UNKNOWN_TENANT:
         return []
     message = f"spec.tenant: {UNKNOWN_TENANT!r} is reserved for requests of no known tenant"
     return [Flaw(Reason.INVALID, message)]
 
 
-def _forbidden(view: ClusterView, pool: EnginePool, policy: TenantPolicy) -> list[Flaw]:
-    namespace = policy.metadata.namespace
-    flaws = list(forbidden_tiers(view, policy))
-    if not pool.spec.allowed_namespaces.allows(
+def _allows(view: ClusterView, pool: EnginePool, namespace: str) -> bool:
+    return pool.spec.allowed_namespaces.allows(
         namespace=namespace,
         own_namespace=pool.metadata.namespace,
         labels=view.namespaces.get(namespace, {}),
-    ):
-        message = (
-            f"EnginePool {_name(pool)!r} doesn't allow policies of namespace {namespace!r}"
-            " (its spec.allowedNamespaces)"
-        )
-        flaws.insert(0, Flaw(Reason.NAMESPACE_NOT_ALLOWED, message))
-    return flaws
+    )
 
 
-def _judge_quotas(pool: EnginePool, policies: Sequence[TenantPolicy], flaws: _Flaws) -> None:
+def _namespace_flaw(pool: EnginePool, policy: TenantPolicy) -> Flaw:
+    return Flaw(
+        Reason.NAMESPACE_NOT_ALLOWED,
+        f"EnginePool {_name(pool)!r} doesn't allow policies of namespace"
+        f" {policy.metadata.namespace!r} (its spec.allowedNamespaces)",
+    )
+
+
+def _judge_quotas(pool: EnginePool, candidates: Sequence[Candidate], flaws: _Flaws) -> None:
     """Refuse each nominal that doesn't fit into what the older policies left."""
     low = watermark_rule(pool).low_percent
     taken = 0
-    for policy in policies:
-        nominal = policy.spec.kv.nominal_percent
+    for one in candidates:
+        nominal = one.policy.spec.kv.nominal_percent
         if taken + nominal <= low:
             taken += nominal
             continue
@@ -234,38 +286,30 @@ def _judge_quotas(pool: EnginePool, policies: Sequence[TenantPolicy], flaws: _Fl
             f"spec.kv.nominalPercent: {nominal} doesn't fit into pool {_name(pool)!r}: older"
             f" policies have {taken} of the {low} percent below its low watermark; 0 applies"
         )
-        flaws.setdefault(policy.metadata.qualified_name, []).append(
-            Flaw(Reason.QUOTA_OVERSUBSCRIBED, message)
-        )
+        flaws.setdefault(one.key, []).append(Flaw(Reason.QUOTA_OVERSUBSCRIBED, message))
 
 
-def _judge_keys(
-    pool: EnginePool,
-    policies: Sequence[TenantPolicy],
-    references: Mapping[str, References],
-    flaws: _Flaws,
-) -> None:
+def _judge_keys(pool: EnginePool, candidates: Sequence[Candidate], flaws: _Flaws) -> None:
     """Blame every policy that holds a key which another one holds too."""
     holders: dict[str, list[str]] = {}
-    for policy in policies:
-        key = policy.metadata.qualified_name
-        for digest in references[key].key_digests:
-            holders.setdefault(digest, []).append(key)
-    for policy in policies:
-        key = policy.metadata.qualified_name
+    for one in candidates:
+        for digest in one.references.key_digests:
+            holders.setdefault(digest, []).append(one.key)
+    for one in candidates:
         # A few names are enough: all of them, for each holder, would be quadratic.
         others = {
             other
-            for digest in references[key].key_digests
+            for digest in one.references.key_digests
+            if len(holders[digest]) > 1
             for other in holders[digest][:4]
-            if other != key
+            if other != one.key
         }
         if others:
             message = (
                 f"spec.apiKeySecretRefs: in pool {_name(pool)!r} an API key is also one of"
                 f" {', '.join(sorted(others)[:3])}; it identifies neither"
             )
-            flaws.setdefault(key, []).append(Flaw(Reason.KEY_CONFLICT, message))
+            flaws.setdefault(one.key, []).append(Flaw(Reason.KEY_CONFLICT, message))
 
 
 def _judge_reserved_shares(
@@ -302,27 +346,33 @@ def _used_tiers(
 
 
 def _tenant_rules(
-    policies: Sequence[TenantPolicy],
-    references: Mapping[str, References],
+    candidates: Sequence[Candidate],
     flaws: Mapping[str, Sequence[Flaw]],
+    before: CompiledPool | None,
 ) -> Iterator[TenantRule]:
-    count = Counter(
-        digest
-        for policy in policies
-        for digest in references[policy.metadata.qualified_name].key_digests
-    )
-    for policy in policies:
-        key = policy.metadata.qualified_name
-        found = references[key]
-        reasons = {flaw.reason for flaw in flaws.get(key, ())}
+    count = Counter(digest for one in candidates for digest in one.references.key_digests)
+    for one in candidates:
+        found = one.references
+        has_quota = all(f.reason != Reason.QUOTA_OVERSUBSCRIBED for f in flaws.get(one.key, ()))
+        key_digests = tuple(digest for digest in found.key_digests if count[digest] == 1)
+        if _has_same(before, one):
+            old = before.snapshot.tenant_rules.get(one.policy.tenant)
+            nominal = one.policy.spec.kv.nominal_percent if has_quota else 0
+            if (
+                old is not None
+                and old.policy == one.key
+                and (old.kv_nominal_percent, old.key_digests) == (nominal, key_digests)
+            ):
+                yield old
+                continue
         yield tenant_rule(
-            policy,
+            one.policy,
             tier=found.tier.name,
             allowed_tiers=[tier.name for tier in found.allowed_tiers],
             preemption=found.preemption,
             service=found.service,
-            key_digests=[digest for digest in found.key_digests if count[digest] == 1],
-            has_quota=Reason.QUOTA_OVERSUBSCRIBED not in reasons,
+            key_digests=key_digests,
+            has_quota=has_quota,
         )
 
 

@@ -20,6 +20,7 @@ class PoolRecord:
         is_refused: Redis can be reached, but doesn't take this pool's policy.
         changed_at: Loop time of the first change that not every ready engine runs yet.
         behind: Policies in force that not every ready engine was seen to run.
+        looked_at: Revisions, published and of the slowest engine, at the last look at `behind`.
         held_revision: The newest revision that a policy which is not behind counts on.
         scale_flaws: What keeps its workload from being scaled.
         scale_missing: The workload, where there is none.
@@ -33,6 +34,7 @@ class PoolRecord:
     is_refused: bool = False
     changed_at: float | None = None
     behind: set[str] = field(default_factory=set)
+    looked_at: tuple[int, int] = (0, 0)
     held_revision: int = 0
     scale_flaws: tuple[Flaw, ...] = ()
     scale_missing: tuple[Flaw, ...] = ()

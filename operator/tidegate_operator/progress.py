@@ -1,7 +1,7 @@
 """How far the engines of a pool are: who runs which revision, who lags, who refused."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tidegate_operator.cluster import PodView
 from tidegate_operator.verdicts import ConditionType, Reason, Verdict
@@ -48,6 +48,10 @@ class Engines:
     pods: tuple[PodView, ...] = ()
     reports: Mapping[str, EngineReport]
     published: Published | None = None
+    # Thousands of policies ask about the same few revisions.
+    _lagging: dict[int, tuple[str, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def ready(self) -> tuple[str, ...]:
@@ -77,9 +81,20 @@ class Engines:
         """Return the ready pods that run `revision` or a later one."""
         return tuple(name for name in self.ready if self._runs(name, revision))
 
+    @property
+    def slowest_revision(self) -> int:
+        """What every ready pod runs at least; 0 where there is none, or one is silent."""
+        return min(
+            (self.reports[name].revision if name in self.reports else 0 for name in self.ready),
+            default=0,
+        )
+
     def lagging(self, revision: int) -> tuple[str, ...]:
         """Return the ready pods that are silent or run no revision from `revision` on."""
-        return tuple(name for name in self.ready if not self._runs(name, revision))
+        if revision not in self._lagging:
+            lagging = tuple(name for name in self.ready if not self._runs(name, revision))
+            self._lagging[revision] = lagging
+        return self._lagging[revision]
 
     def heard_lagging(self, revision: int) -> tuple[str, ...]:
         """Return the lagging pods that are not silent."""

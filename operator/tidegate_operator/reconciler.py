@@ -163,8 +163,10 @@ class Reconciler:
         fresh: dict[str, CompiledPool] = {}
         for key in dirty:
             if (pool := view.pools.get(key)) is not None:
+                record = self._pools.records.get(key)
+                before = record.compiled if record is not None else None
                 with self._metrics.compile_seconds.labels(key).time():
-                    fresh[key] = compile_pool(view, pool)
+                    fresh[key] = compile_pool(view, pool, before=before)
                 await asyncio.sleep(0)
         self._pools.view = view
         for key, since in dirty.items():

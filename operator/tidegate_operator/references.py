@@ -59,6 +59,17 @@ def policy_references(view: ClusterView, policy: TenantPolicy) -> References:
     )
 
 
+def reference_surroundings(view: ClusterView) -> tuple[object, ...]:
+    """Return all that `policy_references` looks at besides the policy itself."""
+    return (
+        view.pools.keys(),
+        view.tiers,
+        view.preemption_policies,
+        view.service_levels,
+        view.secrets,
+    )
+
+
 def pool_references(view: ClusterView, pool: EnginePool) -> References:
     """Look up everything that `pool` refers to."""
     name = pool.spec.unknown_tenants.priority_tier

@@ -25,6 +25,9 @@ _LOG = logging.getLogger(__name__)
 FIRST_REPORTS_SECONDS = 5.0
 BATCH = 50
 
+LAGGARDS_SECONDS = 0.5
+"""How often it is looked at who lags, while no engine has taken the pool further."""
+
 
 class Reporter:
     """Turns what became known into statuses.
@@ -38,6 +41,8 @@ class Reporter:
         self._writer = writer
         self._metrics = metrics
         self._waiting: dict[str, set[str] | None] = {}
+        self._looks_later: set[str] = set()
+        self._looks_due: set[str] = set()
         self._wake = asyncio.Event()
         self._heard = asyncio.Event()
 
@@ -45,7 +50,8 @@ class Reporter:
         """Have statuses compared with what they should be.
 
         Args:
-            key: The pool; its own status and those of the policies that are behind always are.
+            key: The pool; its own status always is, and those of the policies that are behind as
+                soon as they can be programmed, or else before long.
             policies: Those that may have changed besides; None for all that refer to the pool.
         """
         known = self._waiting.get(key, set())
@@ -124,8 +130,32 @@ class Reporter:
         view, record = self._pools.view, self._pools.records.get(key)
         if policies is None or record is None or state is None or _has_regressed(state, record):
             return list(view.policies_by_pool.get(key, ()))
-        names = sorted(policies | record.behind)
+        if self._is_behind_due(key, state, record):
+            policies = policies | record.behind
+        names = sorted(policies)
         return [policy for name in names if (policy := view.policies.get(name)) is not None]
+
+    def _is_behind_due(self, key: str, state: PoolState, record: PoolRecord) -> bool:
+        """Tell whether to look at the policies that are behind now; if not, it will be later.
+
+        With every acknowledgement of a hundred engines it would be most of the operator's work,
+        and only the last engine makes a difference.
+        """
+        published = state.published.revision if state.published else 0
+        now_at = published, state.engines.slowest_revision
+        if now_at == record.looked_at and key not in self._looks_due:
+            if record.behind and key not in self._looks_later:
+                self._looks_later.add(key)
+                asyncio.get_running_loop().call_later(LAGGARDS_SECONDS, self._look, key)
+            return False
+        record.looked_at = now_at
+        self._looks_due.discard(key)
+        return True
+
+    def _look(self, key: str) -> None:
+        self._looks_later.discard(key)
+        self._looks_due.add(key)
+        self.report(key)
 
     def _report_policy(
         self,

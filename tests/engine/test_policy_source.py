@@ -184,7 +184,7 @@ async def test_a_change_that_is_not_good_makes_the_whole_policy_be_read(
 
 
 @pytest.mark.usefixtures("rare_polls")
-async def test_a_change_alone_without_the_policy_in_redis_is_followed_by_what_redis_has(
+async def test_a_change_alone_without_the_policy_in_redis_is_noticed_at_the_next_look(
     publisher: Publisher, tmp_path: Path
 ) -> None:
     publisher.publish(FIRST, 1)
@@ -193,6 +193,7 @@ async def test_a_change_alone_without_the_policy_in_redis_is_followed_by_what_re
         publisher.announce(publisher.change(FIRST, SECOND, 2).to_json())
         await until(lambda: follower.revision == 2, "revision 2", timeout_seconds=5)
         # Redis holds an older one than the engine was told of.
+        publisher.wake(2)
         refusal = await until(lambda: follower.refused, "a refusal")
         assert refusal.reason == "StaleRevision"
 
@@ -315,6 +316,21 @@ async def test_a_restart_does_not_go_back_when_redis_does(
         publisher.publish(FIRST, 9)
         await until(lambda: follower.revision == 9, "revision 9")
         assert not follower.degraded
+
+
+async def test_of_a_burst_the_last_policy_is_on_the_disk_when_the_engine_ends(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    publisher.publish(FIRST, 1)
+    async with a_follower(publisher, tmp_path) as follower:
+        await until(follower.state.read, "a file")
+        for revision in range(2, 8):
+            publisher.publish(SECOND if revision % 2 else FIRST, revision)
+        await until(lambda: follower.revision == 7, "the last revision")
+        # The disk was not written for each of them.
+        assert Envelope.from_json(follower.state.read() or "").revision < 7
+
+    assert Envelope.from_json(follower.state.read() or "").revision == 7
 
 
 async def test_a_policy_that_is_on_disk_too_is_no_old_one(
