@@ -3,12 +3,9 @@
 Apart from `parts`, as simulated engines need neither PyTorch nor the memory that it takes.
 """
 
-import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.executor.choosing import Trial, best_of, describe, thread_counts, try_all
@@ -16,10 +13,9 @@ from tidegate_engine.executor.kv_cache import KvCache, KvCacheError
 from tidegate_engine.executor.torch_executor import TorchExecutor
 from tidegate_engine.kv_sizing import DEVICE_FRACTION, KvMemory, size_kv
 from tidegate_engine.machine import Machine
-from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.linear import UnsupportedProductError
-from tidegate_engine.model.loader import LoadedModel, load_model
-from tidegate_engine.model.weights import LayerWeights, LlamaWeights
+from tidegate_engine.model.llama import Llama
+from tidegate_engine.model.loader import load_model
 from tidegate_engine.server.served_model import Tokenizer
 from tidegate_engine.settings import AUTO, Settings, variable_of
 from tidegate_engine.start_errors import DeviceError, StartError, size_text
@@ -60,19 +56,19 @@ def load_torch(settings: Settings) -> TorchParts:
     if settings.dtype == AUTO:
         dtypes = try_all(_AUTO_DTYPES, lambda dtype: _measure_dtype(settings, dtype))
     dtype = best_of(dtypes).way if dtypes else settings.dtype
-    loaded = _load(settings, dtype)
-    cache = _allocate(settings, loaded.config, dtype, _weight_bytes(loaded))
-    executor = _executor(settings, loaded, cache)
+    model = _load(settings, dtype)
+    cache = _allocate(settings, model.llama, dtype)
+    executor = TorchExecutor(model.llama, cache)
     threads = _try_threads(settings, executor, cores)
     chosen = best_of(threads)
     torch.set_num_threads(chosen.way)
     return TorchParts(
         executor=executor,
-        tokenizer=loaded.tokenizer,
-        max_context_tokens=loaded.config.max_context_tokens,
+        tokenizer=model.tokenizer,
+        max_context_tokens=model.llama.config.max_context_tokens,
         costs=chosen.costs,
         summary=(
-            ("model", f"{settings.model_source}, {_shape(loaded)}"),
+            ("model", f"{settings.model_source}, {_shape(model)}"),
             (
                 "computing",
                 _computing(
@@ -83,7 +79,7 @@ def load_torch(settings: Settings) -> TorchParts:
                     threads=threads,
                 ),
             ),
-            ("memory", _memory(settings, loaded, cache)),
+            ("memory", _memory(model.llama, cache)),
         ),
     )
 
@@ -99,20 +95,30 @@ def _check_device(name: str) -> None:
         )
 
 
-def _load(settings: Settings, dtype: str) -> LoadedModel:
-    return load_model(settings.model_source, settings.cache_dir, _dtype(dtype), settings.device)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """A model that can compute, and what else came with it."""
+
+    llama: Llama
+    tokenizer: Tokenizer
+    num_parameters: int
 
 
-def _executor(settings: Settings, loaded: LoadedModel, cache: KvCache) -> TorchExecutor:
+def _load(settings: Settings, dtype: str) -> _Model:
+    """Load a model and lay it out; of what was loaded, only what it uses is still there then."""
+    loaded = load_model(settings.model_source, settings.cache_dir, _dtype(dtype), settings.device)
     try:
-        return TorchExecutor(
-            loaded,
-            cache,
+        llama = Llama(
+            loaded.config,
+            loaded.weights,
             quantization=settings.quantization,
             kernel_cache=settings.cache_dir / _KERNELS,
         )
     except UnsupportedProductError as error:
         raise StartError(variable_of("quantization"), str(error)) from error
+    return _Model(
+        llama=llama, tokenizer=loaded.tokenizer, num_parameters=loaded.weights.num_parameters
+    )
 
 
 # -- what is measured ------------------------------------------------------------------------------
@@ -120,15 +126,15 @@ def _executor(settings: Settings, loaded: LoadedModel, cache: KvCache) -> TorchE
 
 def _measure_dtype(settings: Settings, dtype: str) -> ExecutorCosts:
     """Measure a number format with a model that is dropped afterwards."""
-    loaded = _load(settings, dtype)
+    llama = _load(settings, dtype).llama
     cache = KvCache.allocate(
-        loaded.config,
+        llama.config,
         num_blocks=1,
         block_size=settings.block_size,
         dtype=_dtype(dtype),
         device=settings.device,
     )
-    return _executor(settings, loaded, cache).measure()
+    return TorchExecutor(llama, cache).measure()
 
 
 def _try_threads(settings: Settings, executor: TorchExecutor, cores: int) -> list[Trial[int]]:
@@ -150,11 +156,13 @@ def _thread_counts(settings: Settings, cores: int) -> list[int]:
 # -- KV memory -------------------------------------------------------------------------------------
 
 
-def _allocate(settings: Settings, config: LlamaConfig, dtype: str, weight_bytes: int) -> KvCache:
+def _allocate(settings: Settings, llama: Llama, dtype: str) -> KvCache:
+    """Reserve KV memory beside a model whose weights are in memory as they stay there."""
+    config = llama.config
     block_bytes = KvCache.block_bytes(config, settings.block_size, _dtype(dtype))
     blocks_a_request = -(-config.max_context_tokens // settings.block_size)
     blocks = size_kv(
-        _kv_memory(settings.device, block_bytes, weight_bytes),
+        _kv_memory(settings.device, block_bytes, llama.weight_bytes),
         num_blocks=settings.kv_blocks,
         num_host_blocks=settings.host_kv_blocks,
         most_blocks=settings.max_num_seqs * blocks_a_request,
@@ -182,6 +190,8 @@ def _kv_memory(device: str, block_bytes: int, weight_bytes: int) -> KvMemory:
             host_bytes=max(0, machine.memory_bytes - weight_bytes),
             available_host_bytes=machine.available_bytes,
         )
+    # What loading and quantising have needed is kept by PyTorch, and would count as taken.
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return KvMemory(
         block_bytes=block_bytes,
@@ -194,11 +204,11 @@ def _kv_memory(device: str, block_bytes: int, weight_bytes: int) -> KvMemory:
 # -- the summary -----------------------------------------------------------------------------------
 
 
-def _shape(loaded: LoadedModel) -> str:
-    config = loaded.config
-    parameters = sum(tensor.numel() for tensor in _tensors(loaded))
+def _shape(model: _Model) -> str:
+    config = model.llama.config
     return (
-        f"{parameters / 1e6:.0f} M parameters: {config.num_layers} layers of {config.hidden_size},"
+        f"{model.num_parameters / 1e6:.0f} M parameters:"
+        f" {config.num_layers} layers of {config.hidden_size},"
         f" {config.num_heads} heads over {config.num_kv_heads} of {config.head_size},"
         f" vocabulary {config.vocab_size}, context {config.max_context_tokens}"
     )
@@ -225,33 +235,13 @@ def _computing(
     return text
 
 
-def _memory(settings: Settings, loaded: LoadedModel, cache: KvCache) -> str:
+def _memory(llama: Llama, cache: KvCache) -> str:
     pool, host_pool = size_text(cache.pool.nbytes), size_text(cache.host_pool.nbytes)
-    weights = size_text(_weight_bytes(loaded))
-    if settings.quantization != "none":
-        weights += " before quantisation"
     return (
-        f"weights {weights};"
+        f"weights {size_text(llama.weight_bytes)};"
         f" {cache.num_blocks} KV blocks of {cache.block_size} tokens, {pool};"
         f" {cache.num_host_blocks} in host memory, {host_pool}"
     )
-
-
-def _weight_bytes(loaded: LoadedModel) -> int:
-    return sum(tensor.nbytes for tensor in _tensors(loaded))
-
-
-def _tensors(loaded: LoadedModel) -> Iterator[Tensor]:
-    """Yield every tensor of the weights once: embedding and output may be the same."""
-    weights = loaded.weights
-    seen = set()
-    parts: list[LlamaWeights | LayerWeights] = [weights, *weights.layers]
-    for part in parts:
-        for field in dataclasses.fields(part):
-            tensor = getattr(part, field.name)
-            if isinstance(tensor, Tensor) and tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                yield tensor
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -14,6 +14,7 @@ from tidegate_engine.core.plan import StepPlan, StepResult
 from tidegate_engine.executor.base import Capacity, Executor
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
+from tidegate_engine.model.llama import Llama
 from tidegate_engine.model.loader import LoadedModel
 from tidegate_engine.model.tokenizer import Tokenizer
 from tidegate_engine.server.served_model import ServedModel
@@ -159,7 +160,7 @@ def serving(model: LoadedModel, *, blocks: int = 2048, places: int = 1) -> Itera
         ThreadPoolExecutor(max_workers=4) as callers,
         a_running_engine(
             policy(),
-            executor=PacedExecutor(TorchExecutor(model, cache), gate),
+            executor=PacedExecutor(TorchExecutor(Llama(model.config, model.weights), cache), gate),
             model=served_model,
             max_num_seqs=places,
             max_unread_events=2 * ENDLESS,

@@ -1,18 +1,26 @@
 """Real models from settings: what is loaded, chosen and refused."""
 
 import base64
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from tidegate_engine import torch_parts
+from tidegate_engine.kv_sizing import KvBlocks, KvMemory, size_kv
+from tidegate_engine.machine import Machine
 from tidegate_engine.model.errors import ModelLoadError
+from tidegate_engine.model.llama import Llama
+from tidegate_engine.model.loader import LoadedModel, load_model
 from tidegate_engine.settings import Settings
 from tidegate_engine.start_errors import DeviceError, KvMemoryError
 from tidegate_engine.torch_parts import TorchParts, load_torch
 from tidegate_testing.model_files import write_gguf, write_hf_directory
-from tidegate_testing.models import model_cache_dir, random_tensors
+from tidegate_testing.models import model_cache_dir, random_tensors, tiny_model
 
 A_LOT = 10**12
 
@@ -79,7 +87,32 @@ def test_weights_are_quantised_where_that_is_asked_for(model: Path) -> None:
     parts = load(model, quantization="int8", kv_blocks=40)
     summary = dict(parts.summary)
     assert summary["computing"] == "float32, quantization int8, cpu, PyTorch, 1 thread"
-    assert "before quantisation" in summary["memory"]
+    whole = dict(load(model, kv_blocks=40).summary)["memory"]
+    assert summary["memory"].partition(";")[0] != whole.partition(";")[0]
+
+
+def test_kv_is_sized_when_the_weights_are_quantised_and_what_was_loaded_is_gone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[weakref.ref[Tensor]] = []
+    host_bytes: list[int] = []
+
+    def load_watched(*arguments: Any) -> LoadedModel:
+        whole = load_model(*arguments)
+        loaded.extend(weakref.ref(layer.gate_up) for layer in whole.weights.layers)
+        return whole
+
+    def size_watched(memory: KvMemory, **asked: Any) -> KvBlocks:
+        assert [reference() for reference in loaded] == [None, None]
+        host_bytes.append(memory.host_bytes)
+        return size_kv(memory, **asked)
+
+    monkeypatch.setattr(torch_parts, "load_model", load_watched)
+    monkeypatch.setattr(torch_parts, "size_kv", size_watched)
+    load(model, quantization="int8")
+    tiny = tiny_model()
+    llama = Llama(tiny.config, tiny.weights, quantization="int8")
+    assert host_bytes == [Machine.of_this_process().memory_bytes - llama.weight_bytes]
 
 
 def test_a_device_that_is_not_there_is_named(model: Path) -> None:

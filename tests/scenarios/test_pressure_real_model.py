@@ -13,6 +13,7 @@ from tidegate_engine.core.sequence import Phase
 from tidegate_engine.executor.clock import VirtualClock
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
+from tidegate_engine.model.llama import Llama
 from tidegate_engine.model.loader import LoadedModel
 from tidegate_policies.rules import PreemptionMode, PreemptionRule
 from tidegate_policies.snapshot import PolicySnapshot
@@ -68,7 +69,7 @@ def lab(smollm2: LoadedModel) -> OneLab:
     cache = KvCache.allocate(
         smollm2.config, num_blocks=64, num_host_blocks=64, block_size=BLOCK_SIZE
     )
-    return OneLab(TorchExecutor(smollm2, cache))
+    return OneLab(TorchExecutor(Llama(smollm2.config, smollm2.weights), cache))
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from openai.types import Completion, CompletionChoice
 
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
+from tidegate_engine.model.llama import Llama
 from tidegate_engine.model.loader import LoadedModel
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_policies.rules import KvEstimate, PreemptionMode, PreemptionRule, WatermarkRule
@@ -55,7 +56,7 @@ def engine(smollm2: LoadedModel) -> Iterator[RunningEngine]:
     )
     with a_running_engine(
         policy(PreemptionMode.SWAP),
-        executor=TorchExecutor(smollm2, cache),
+        executor=TorchExecutor(Llama(smollm2.config, smollm2.weights), cache),
         model=model,
         max_num_seqs=PLACES,
     ) as running:

@@ -24,6 +24,7 @@ from tidegate_engine.executor.clock import VirtualClock
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
 from tidegate_engine.model.errors import ModelLoadError
+from tidegate_engine.model.llama import Llama
 from tidegate_engine.model.loader import LoadedModel, load_model
 from tidegate_engine.model.tokenizer import Tokenizer
 from tidegate_engine.replay.driver import Replay
@@ -306,7 +307,8 @@ def _executor(model: LoadedModel, settings: PreemptionSettings) -> tuple[TorchEx
         num_host_blocks=num_blocks,
         block_size=settings.block_size,
     )
-    return TorchExecutor(model, cache, num_threads=settings.threads), cache
+    torch.set_num_threads(settings.threads)
+    return TorchExecutor(Llama(model.config, model.weights), cache), cache
 
 
 class _Swaps:

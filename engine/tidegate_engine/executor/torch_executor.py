@@ -1,7 +1,6 @@
 """Steps computed by a real model on PyTorch, on a CPU or on CUDA."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -13,38 +12,23 @@ from tidegate_engine.executor.kv_copies import KvCopies
 from tidegate_engine.executor.measuring import measure_costs
 from tidegate_engine.executor.open_swaps import OpenSwaps
 from tidegate_engine.model.batch import BatchError, build_batch
-from tidegate_engine.model.linear import Quantization
 from tidegate_engine.model.llama import Llama
-from tidegate_engine.model.loader import LoadedModel
 from tidegate_engine.model.sampler import sample
 
 _NO_DISTRIBUTION = "the model's logits for this request are not finite"
 
 
 class TorchExecutor:
-    """An `Executor` over a loaded model and its KV pool, both on the same device.
+    """An `Executor` over a model and its KV pool, both on the same device.
 
     Swaps run beside the steps, as `KvCopies` says. Not for concurrent use: steps follow one
-    another. `num_threads` is the CPU threads of a step (None leaves PyTorch's choice, one a core),
-    and holds for the whole process. Engines that share a machine should divide its cores: threads
-    that wait for one without a core spin, and lose far more than the additional ones gain.
-    `quantization` and `kernel_cache` are `Llama`'s.
+    another. A step has as many CPU threads as PyTorch is told, for the whole process. Engines that
+    share a machine should divide its cores: threads that wait for one without a core spin, and
+    lose far more than the additional ones gain.
     """
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        kv_cache: KvCache,
-        *,
-        num_threads: int | None = None,
-        quantization: Quantization = "none",
-        kernel_cache: Path | None = None,
-    ) -> None:
-        if num_threads is not None:
-            torch.set_num_threads(num_threads)
-        self._model = Llama(
-            model.config, model.weights, quantization=quantization, kernel_cache=kernel_cache
-        )
+    def __init__(self, model: Llama, kv_cache: KvCache) -> None:
+        self._model = model
         self._kv_cache = kv_cache
         self._copies = KvCopies(kv_cache)
         self._open_swaps = OpenSwaps(self.capacity)

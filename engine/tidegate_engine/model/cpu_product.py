@@ -61,6 +61,7 @@ class PanelLinear:
         """
         self.num_outputs, num_inputs = weight.shape
         self._panels = weight.view(-1, PANEL, num_inputs).transpose(1, 2).contiguous()
+        self.tensors = (self._panels,)
         self._function = function
         self._team = team
         self._arguments = np.zeros(9, np.int64)

@@ -29,6 +29,21 @@ class Layer(Generic[LinearT]):
     gate_up: LinearT
     down: LinearT
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it keeps in memory."""
+        linears = (self.qkv, self.attention_output, self.gate_up, self.down)
+        own = (
+            self.attention_norm,
+            self.qkv_bias,
+            self.query_norm,
+            self.key_norm,
+            self.mlp_norm,
+        )
+        return tuple(tensor for tensor in own if tensor is not None) + tuple(
+            tensor for linear in linears for tensor in linear.tensors
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers(Generic[LinearT]):
@@ -38,6 +53,14 @@ class Layers(Generic[LinearT]):
     layers: tuple[Layer[LinearT], ...]
     final_norm: Tensor
     output: LinearT
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all of it takes; an output that is the embedding takes none."""
+        tensors = [self.embedding, self.final_norm, *self.output.tensors]
+        for layer in self.layers:
+            tensors += layer.tensors
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     @classmethod
     def pack(cls, weights: LlamaWeights, new_linear: NewLinear[LinearT]) -> "Layers[LinearT]":

@@ -23,6 +23,11 @@ class Linear(Protocol):
         """Columns of the product."""
         ...
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it keeps in memory."""
+        ...
+
     def multiply(self, rows: Tensor) -> Tensor:
         """Return the product [T, outputs] of rows [T, inputs], both in the model's dtype."""
         ...
@@ -51,6 +56,7 @@ class DenseLinear:
         """Keep a weight [outputs, inputs]."""
         self.num_outputs = len(weight)
         self._weight = weight.t()
+        self.tensors = (self._weight,)
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Return the product."""
@@ -77,6 +83,7 @@ class Int8Linear:
         self.num_outputs = len(weight)
         values, self.scales = quantise(weight)
         self._weight = values.t()
+        self.tensors = (self._weight, self.scales)
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Quantise the rows, and return the product as if they never had been."""

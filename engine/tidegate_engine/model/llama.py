@@ -39,6 +39,10 @@ class Llama:
     what a row gets then doesn't depend on its neighbours or on how its prompt was cut in chunks,
     down to the last bit. Everywhere else, and on sizes that the kernels don't fit, they are
     computed by PyTorch's operations.
+
+    Attributes:
+        config: The model's shape.
+        weight_bytes: Memory that the weights take as they are laid out.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Llama:
             bare = Layers.pack(weights, Int8Linear if is_int8 else cpu.new_linear)
             layers, rotary = bare, RotaryTable.of(config, bare.embedding)
             self._new_kernels = partial(cpu.new_forward, bare, rotary)
+        self.weight_bytes = layers.num_bytes
         self._portable = PortableForward(config, layers, rotary)
         self._by_block_size: dict[int, ForwardPass] = {}
 

@@ -1,7 +1,7 @@
 """The tensors of a Llama-family model, in the form that the forward pass uses."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +47,14 @@ class LlamaWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     output: Tensor
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all tensors; an output that is the embedding counts once."""
+        parts: tuple[LlamaWeights | LayerWeights, ...] = (self, *self.layers)
+        values = [getattr(part, field.name) for part in parts for field in fields(part)]
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        return sum({tensor.data_ptr(): tensor.numel() for tensor in tensors}.values())
 
 
 class TensorSource(Protocol):

@@ -7,13 +7,14 @@ from tidegate_cli.bench.engine_profile import REST, ProfiledExecutor, part_of
 from tidegate_engine.core.plan import StepPlan
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
+from tidegate_engine.model.llama import Llama
 from tidegate_testing.models import plan_row, tiny_model
 
 
 def test_a_step_spends_its_time_on_what_models_are_made_of() -> None:
     model = tiny_model()
     cache = KvCache.allocate(model.config, num_blocks=64, block_size=16)
-    executor = ProfiledExecutor(TorchExecutor(model, cache))
+    executor = ProfiledExecutor(TorchExecutor(Llama(model.config, model.weights), cache))
     rows = tuple(
         plan_row([1] * 256, [*range(i * 16, i * 16 + 16)], request_id=str(i)) for i in range(4)
     )

@@ -10,6 +10,7 @@ from tidegate_engine.core.sampling import SamplingParams
 from tidegate_engine.executor.base import Capacity, ExecutorError
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
+from tidegate_engine.model.llama import Llama
 from tidegate_testing.devices import DEVICES, moved
 from tidegate_testing.models import TINY, plan_row, tiny_model
 from tidegate_testing.sampling import a_context
@@ -35,7 +36,7 @@ def an_executor(device: str) -> TorchExecutor:
     cache = KvCache.allocate(
         model.config, num_blocks=40, num_host_blocks=20, block_size=4, device=device
     )
-    return TorchExecutor(model, cache)
+    return TorchExecutor(Llama(model.config, model.weights), cache)
 
 
 def plan(*rows: PlanRow) -> StepPlan:
@@ -66,7 +67,7 @@ def test_padding_rows_write_to_the_scratch_block_alone() -> None:
     model = tiny_model()
     cache = KvCache.allocate(model.config, num_blocks=4, block_size=4)
     row = plan_row([1, 2], [0, 1], start=5, samples=False)._replace(is_padding=True)
-    TorchExecutor(model, cache).execute(plan(row))
+    TorchExecutor(Llama(model.config, model.weights), cache).execute(plan(row))
     assert not cache.pool[:4].any()
     assert cache.pool[4].any()
 
@@ -237,16 +238,6 @@ def test_a_device_that_fails_is_an_executor_error() -> None:
     model = tiny_model()
     # A pool of another dtype than the model's stands for a device error: torch raises in the step.
     cache = KvCache.allocate(model.config, num_blocks=4, block_size=4, dtype=torch.float64)
+    executor = TorchExecutor(Llama(model.config, model.weights), cache)
     with pytest.raises(ExecutorError, match="step 3"):
-        TorchExecutor(model, cache).execute(plan(plan_row([1], [0])))
-
-
-def test_the_number_of_threads_can_be_set() -> None:
-    model = tiny_model()
-    before = torch.get_num_threads()
-    try:
-        cache = KvCache.allocate(TINY, num_blocks=1, block_size=4)
-        TorchExecutor(model, cache, num_threads=2)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
+        executor.execute(plan(plan_row([1], [0])))

@@ -141,3 +141,17 @@ def written_out(config: LlamaConfig, tensors: dict[str, Tensor], tokens: list[in
         x = x + (gate * gate.sigmoid() * up) @ weights[f"{layer}.mlp.down_proj"].T
     output = weights["model.embed_tokens" if config.has_tied_embeddings else "lm_head"]
     return output @ norm(x[-1], "model.norm")
+
+
+def test_weights_take_the_memory_that_they_are_laid_out_in() -> None:
+    config = dataclasses.replace(TINY, has_tied_embeddings=False)
+    weights = tiny_model(config).weights
+    whole = Llama(config, weights).weight_bytes
+    assert whole == 4 * weights.num_parameters
+    matrices = weights.output.numel() + sum(
+        matrix.numel()
+        for layer in weights.layers
+        for matrix in (layer.qkv, layer.attention_output, layer.gate_up, layer.down)
+    )
+    in_8_bits = Llama(config, weights, quantization="int8").weight_bytes
+    assert whole - 4 * matrices + matrices < in_8_bits < whole - 2 * matrices

@@ -5,6 +5,7 @@ import pytest
 from tidegate_engine.core.plan import PlanRow, StepPlan
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
+from tidegate_engine.model.llama import Llama
 from tidegate_engine.model.loader import LoadedModel
 from tidegate_testing.models import plan_row
 
@@ -15,7 +16,10 @@ QUESTIONS = ("What is the capital of France?", "Count from 1 to 9.", "Why is the
 
 @pytest.fixture(scope="module")
 def executor(smollm2: LoadedModel) -> TorchExecutor:
-    return TorchExecutor(smollm2, KvCache.allocate(smollm2.config, num_blocks=64, block_size=16))
+    return TorchExecutor(
+        Llama(smollm2.config, smollm2.weights),
+        KvCache.allocate(smollm2.config, num_blocks=64, block_size=16),
+    )
 
 
 def ask(model: LoadedModel, question: str) -> list[int]:

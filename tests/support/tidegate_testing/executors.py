@@ -12,6 +12,7 @@ from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.simulated import SimulatedExecutor
 from tidegate_engine.executor.step_cost import AffineCost
 from tidegate_engine.executor.torch_executor import TorchExecutor
+from tidegate_engine.model.llama import Llama
 from tidegate_engine.model.loader import LoadedModel
 from tidegate_testing.devices import moved
 from tidegate_testing.sampling import a_context
@@ -33,7 +34,8 @@ def a_torch_executor(model: LoadedModel, device: str = "cpu") -> TorchExecutor:
         block_size=BLOCK_SIZE,
         device=device,
     )
-    return TorchExecutor(moved(model, device), cache)
+    weights = moved(model, device).weights
+    return TorchExecutor(Llama(model.config, weights), cache)
 
 
 def a_slow_executor(clock: Clock | None = None) -> SimulatedExecutor:
