@@ -33,6 +33,7 @@ from tidegate_operator.secret_watch import SecretWatch
 from tidegate_operator.settings import Settings
 from tidegate_operator.status import StatusWriter
 from tidegate_operator.sweep import MissingKindError, Sweeper
+from tidegate_operator.tasks import cancel_all
 from tidegate_operator.watch_cache import WatchCache
 from tidegate_policies.envelope import Sign
 
@@ -121,7 +122,7 @@ class Operator:
         health.is_ready = True
         _LOG.info("all objects are listed; serving %s", self._settings.namespaces or "all")
         beside: Sequence[Coroutine[Any, Any, None]] = (
-            self._reconciler.run(),
+            *self._reconciler.works(),
             self._writer.run(),
             self._sweeper.run(),
             self._listener.run(),
@@ -145,9 +146,9 @@ class Operator:
             await asyncio.wait([watch, *tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
             failed = [task for task in (watch, *tasks) if task.done()]
-            for task in (watch, *tasks):
-                task.cancel()
-            await asyncio.wait([watch, *tasks])
+            watch.cancel()
+            await cancel_all(tasks)
+            await asyncio.wait([watch])
         for task in failed:
             task.result()
 

@@ -5,8 +5,8 @@ acknowledgement goes straight into status.
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from tidegate_operator.autoscaler_writer import AutoscalerApi, AutoscalerScope, AutoscalerWriter
 from tidegate_operator.cluster import pool_keys
@@ -129,18 +129,19 @@ class Reconciler:
             )
         ]
 
-    async def run(self) -> None:
-        """Work until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._compile_for_ever())
-            group.create_task(self._publisher.run())
-            group.create_task(self._publisher.watch_store())
-            group.create_task(self._reporter.run())
-            group.create_task(self._scaler.run())
-            group.create_task(self._autoscalers.run())
-            group.create_task(self._signals.run())
-            group.create_task(self._expire_for_ever())
-            group.create_task(self._measure_for_ever())
+    def works(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """Return all that has to run side by side, each until it is cancelled."""
+        return (
+            self._compile_for_ever(),
+            self._publisher.run(),
+            self._publisher.watch_store(),
+            self._reporter.run(),
+            self._scaler.run(),
+            self._autoscalers.run(),
+            self._signals.run(),
+            self._expire_for_ever(),
+            self._measure_for_ever(),
+        )
 
     async def _compile_for_ever(self) -> None:
         while True:
