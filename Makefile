@@ -3,7 +3,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .PHONY: help setup tools generate format lint types imports check test bench demo run
-.PHONY: soak soak-api soak-scheduler
+.PHONY: soak soak-api soak-cluster soak-scheduler
 
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tidegate
 UV_VERSION := 0.13.9
@@ -72,10 +72,13 @@ bench: setup ## what the scheduler costs and what batching is worth, quickly
 	$(BIN)/tidegate bench scheduler --quick
 	$(BIN)/tidegate bench batching --quick
 
-soak: soak-api soak-scheduler ## what takes longer than a test may: hours
+soak: soak-api soak-cluster soak-scheduler ## what takes longer than a test may: hours
 
 soak-api: setup tools ## five minutes of fuzzed requests to an engine (ARGS="--minutes 1 --seed 7")
 	PYTHONPATH=tests/support $(BIN)/python tests/soak/soak_api.py $(ARGS)
+
+soak-cluster: setup tools ## ten minutes of killing everything under load (ARGS="--minutes 60 --seed 7")
+	PYTHONPATH=tests/support $(BIN)/python tests/soak/soak_cluster.py $(ARGS)
 
 soak-scheduler: setup ## a million rules against its invariants (ARGS="--seed 40 --rules 20000")
 	PYTHONPATH=tests/support $(BIN)/python tests/soak/soak_scheduler.py $(ARGS)

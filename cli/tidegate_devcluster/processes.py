@@ -152,6 +152,14 @@ class Child:
         """Asks the group to end; `stop` waits for it."""
         self._signal(signal.SIGTERM)
 
+    def wait(self, timeout_seconds: float) -> int:
+        """Waits for its end and returns its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs.
+        """
+        return self._process.wait(timeout_seconds)
+
     def stop(self, *, grace_seconds: float = 0.0) -> None:
         """Ends the whole group: SIGTERM and the grace if there is one, then SIGKILL."""
         if grace_seconds > 0 and self.is_running():

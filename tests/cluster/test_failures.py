@@ -28,7 +28,7 @@ DAY_SECONDS = 86400.0
 @pytest.fixture(scope="module")
 def running(assets: Assets, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     with Fleet(tmp_path_factory.mktemp("fleet"), assets, sweep_seconds=10.0) as fleet:
-        for member in (*fleet.operators, *fleet.engines):
+        for member in fleet.members:
             member.start()
         yield fleet
 

@@ -102,6 +102,11 @@ class Fleet:
     ) -> None:
         self._exits.close()
 
+    @property
+    def members(self) -> list[Member]:
+        """All operators and engines."""
+        return [*self.operators, *self.engines]
+
     # -- what can be seen -------------------------------------------------------------------------
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
@@ -261,7 +266,7 @@ class Fleet:
         )
 
     def _kill_members(self) -> None:
-        for member in (*self.operators, *self.engines):
+        for member in self.members:
             if member.is_running:
                 member.kill()
 

@@ -8,10 +8,8 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-
-import psutil
 
 from tidegate_devcluster.network import PodPlace
 from tidegate_devcluster.processes import Child, Lifeline
@@ -94,18 +92,20 @@ class Member:
 
     def stop(self) -> int:
         """Ask it to end; returns its exit code."""
-        process = psutil.Process(self._child.pid)
-        process.terminate()
-        code = process.wait(END_SECONDS)
-        self._child.stop()
-        return int(code or 0)
+        # Somebody may start it anew as soon as it has ended.
+        child = self._child
+        child.terminate()
+        code = child.wait(END_SECONDS)
+        child.stop()
+        return code
 
     def pause(self) -> None:
         """Stop it as a debugger or a frozen machine does: connections stay, nothing is answered."""
-        os.killpg(self._child.pid, signal.SIGSTOP)
+        self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        os.killpg(self._child.pid, signal.SIGCONT)
+        """Let it go on."""
+        self._signal(signal.SIGCONT)
 
     def set_clock(self, ahead_seconds: float) -> None:
         """Let its wall clock differ from this machine's."""
@@ -133,6 +133,10 @@ class Member:
         """Let packets through again."""
         self._at_its_end("neigh", "del", self._host_address, "dev", "eth0")
         _ip("neigh", "del", self.place.ip, "dev", self._bridge)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._child.pid, number)
 
     @property
     def _network(self) -> str:
