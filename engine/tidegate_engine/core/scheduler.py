@@ -174,10 +174,11 @@ class Scheduler:
             The phase it was in; None = it wasn't alive. Cancelling twice, or after the end,
             changes nothing.
         """
-        self._memory.payers.advance(now)
         seq = self._live.get(request_id)
         if seq is None:
             return None
+        if seq.admission:  # else it has never held anything
+            self._memory.payers.advance(now)
         phase = seq.phase
         self._drop(seq, Verdict.CANCELLED, Reason.ON_REQUEST)
         return phase

@@ -132,6 +132,8 @@ class TenantTable:
         # One that only waited changes nothing but for a tenant that waits for its own requests.
         if was_running or tenant.is_parked:
             self.reconsider(tenant)
+        if tenant.queue:  # so it is backlogged still
+            return
         self.follow(tenant)
         if not (tenant.is_active or tenant.is_named):
             self._forget_idle(tenant.in_tiers[0])

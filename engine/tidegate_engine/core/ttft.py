@@ -7,6 +7,7 @@ that went before. Of these, a tier gets the share that it got while it waited la
 """
 
 from collections.abc import Sequence as Ordered
+from itertools import chain
 from math import ceil
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ class Backlog(NamedTuple):
 
 
 class Staying(NamedTuple):
-    """The decodes that keep their places until they end.
+    """Those in the batch that keep their places until they end.
 
     Attributes:
         remaining_tokens: What each is expected to produce yet, at least 1, ascending.
@@ -139,7 +140,7 @@ class TtftForecast:
         free = min(
             places(limits) - self._running.num_places, self._num_fitting(mean_prompt + outputs)
         )
-        waiting = self._seconds_to_place(tenant, ahead, free=free)
+        waiting = self._seconds_to_place(tenant, ahead, free=free, outputs=outputs)
         reading = self._seconds_to_read(ahead.prompt_tokens, limits)
         own_pairs = prompt_tokens * (prompt_tokens + 1) / 2
         own = self._seconds_to_read(prompt_tokens, limits) + self._marginal(0, own_pairs)
@@ -196,28 +197,40 @@ class TtftForecast:
         outputs = len(queue) * self._forecast.lengths.predict(tenant.name, 0, mean_limit)
         return PROMPT_TOKEN_COST * queue.num_tokens + OUTPUT_TOKEN_COST * outputs
 
-    def _seconds_to_place(self, tenant: Tenant, ahead: Backlog, *, free: int) -> float:
-        """Return when a place in the batch is free, those ahead having got theirs."""
+    def _seconds_to_place(
+        self, tenant: Tenant, ahead: Backlog, *, free: int, outputs: int
+    ) -> float:
+        """Return when a place in the batch is free, those ahead having got theirs.
+
+        Args:
+            tenant: Whose request waits.
+            ahead: Who comes before it.
+            free: Places that nobody holds.
+            outputs: Tokens that a request is expected to produce.
+        """
         # Where the tenant's tier may take out lower ones, these make way.
         staying = self._staying(tenant.tier_value if tenant.tier.preempts_lower else None)
         remaining = staying.remaining_tokens
-        wanted = ahead.requests + 1 - free - (len(self._running.decoding) - len(remaining))
-        if wanted <= 0 or not remaining:
+        leaving = len(self._running) - len(remaining)
+        wanted = ahead.requests + 1 - free - leaving
+        if wanted <= 0:
             return 0.0
-        if wanted <= len(remaining):
+        if not remaining:  # those ahead take all places, and have to end
+            steps = float(outputs * ceil(wanted / max(1, free + leaving)))
+        elif wanted <= len(remaining):
             steps = float(remaining[ceil(wanted) - 1])
         else:  # their successors have to end, too
             steps = max(remaining[-1], wanted * staying.output_tokens / len(remaining) ** 2)
         return steps * self._decode_seconds() + self._marginal(ahead.prompt_tokens, 0)
 
     def _staying(self, least_value: int | None) -> "Staying":
-        """Return the decodes of tiers from a value up, or all; once for many arrivals."""
+        """Return who runs, of tiers from a value up or all; once for many arrivals."""
         self._look_anew()
         found = self._remaining.get(least_value)
         if found is None:
             staying = [
                 seq
-                for seq in self._running.decoding
+                for seq in chain(self._running.decoding, self._running.prefilling)
                 if least_value is None or seq.tenant.tier_value >= least_value
             ]
             remaining = sorted(max(1, self._forecast.remaining_tokens(seq)) for seq in staying)

@@ -69,6 +69,11 @@ def test_who_is_let_in_gets_its_first_token_about_when_it_was_due() -> None:
     assert max(waits) <= 1.5
 
 
+def test_a_burst_beyond_the_places_of_an_idle_engine_is_refused() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    assert codes(arrive(engine, times=10)) == [None] * 4 + [RejectionCode.SHED] * 6
+
+
 def test_without_the_wish_to_shed_everybody_queues() -> None:
     engine = an_engine(a_snapshot(a_tenant(service=ServiceRule(ttft_seconds=1.0))))
     assert codes(arrive(engine, times=60)) == [None] * 60
