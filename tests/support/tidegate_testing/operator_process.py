@@ -108,6 +108,14 @@ class OperatorProcess:
         self._process.kill()
         self._process.wait(timeout=STOP_SECONDS)
 
+    def pause(self) -> None:
+        """Stop it as a frozen machine does."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        self._process.send_signal(signal.SIGCONT)
+
     def stop(self) -> int:
         """Ask it to end; returns its exit code."""
         if self.is_running:
