@@ -186,7 +186,9 @@ def _check_names(snapshot: PolicySnapshot) -> None:
     _refuse_twice("tenants", (rule.tenant for rule in snapshot.tenants))
     _refuse_twice("key_digests", (d for rule in snapshot.tenants for d in rule.key_digests))
     tiers = {tier.name: tier.value for tier in snapshot.tiers}
-    for rule in snapshot.tenants:
+    # Thousands of tenants have the same few tiers; of each choice the first tenant stands for all.
+    choices = {(rule.tier, rule.allowed_tiers): rule for rule in reversed(snapshot.tenants)}
+    for rule in choices.values():
         for tier in (rule.tier, *rule.allowed_tiers):
             if tier not in tiers:
                 raise SnapshotError(f"tenant {rule.tenant!r}: tier {tier!r} is not in the snapshot")
@@ -195,8 +197,8 @@ def _check_names(snapshot: PolicySnapshot) -> None:
                 raise SnapshotError(
                     f"tenant {rule.tenant!r}: allowed tier {tier!r} is not below {rule.tier!r}"
                 )
-        if rule.tenant == UNKNOWN_TENANT:
-            raise SnapshotError(f"tenant {rule.tenant!r}: the name is kept for undeclared tenants")
+    if any(rule.tenant == UNKNOWN_TENANT for rule in snapshot.tenants):
+        raise SnapshotError(f"tenant {UNKNOWN_TENANT!r}: the name is kept for undeclared tenants")
     unknown = snapshot.unknown_tenants
     if unknown.action is UnknownAction.ADMIT and unknown.tier not in tiers:
         raise SnapshotError(f"unknown_tenants: tier {unknown.tier!r} is not in the snapshot")
@@ -219,9 +221,11 @@ def _check_sums(snapshot: PolicySnapshot) -> None:
 
 
 def _refuse_twice(what: str, names: Iterable[str]) -> None:
-    twice = sorted(name for name, count in Counter(names).items() if count > 1)
-    if twice:
-        raise SnapshotError(f"{what}: {twice[0]!r} appears twice")
+    found = list(names)
+    if len(set(found)) == len(found):
+        return
+    twice = min(name for name, count in Counter(found).items() if count > 1)
+    raise SnapshotError(f"{what}: {twice!r} appears twice")
 
 
 _ADAPTER = TypeAdapter(PolicySnapshot)

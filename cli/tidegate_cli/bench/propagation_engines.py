@@ -6,6 +6,7 @@ engine without requests is always between two steps, so its newest policy is in 
 """
 
 import asyncio
+import gc
 import json
 import logging
 import sys
@@ -194,6 +195,9 @@ async def _run_engine(
 def main() -> None:
     """Run the engines that the one argument tells of."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    # All policies of all engines would be walked over at once, amid a change; elsewhere each engine
+    # has but its own.
+    gc.disable()
     uvloop.run(_run(TypeAdapter(EnginesSettings).validate_json(sys.argv[1])))
 
 
