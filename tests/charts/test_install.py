@@ -7,18 +7,23 @@ import json
 import os
 import shutil
 import subprocess
+import threading
+import time
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tidegate_devcluster.assets import Assets
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_testing.cluster import RunningCluster, eventually
+from tidegate_testing.fleet_load import ask
 from tidegate_testing.helm import (
     CHART,
     CRD_CHART,
@@ -38,6 +43,10 @@ PREVIOUS = "0.0.9"
 NAMESPACE = "tidegate"
 NUM_POLICIES = 97
 KEY = "swordfish"
+STREAM_TOKENS = 80
+"""A stream takes about a second, less than engines drain for."""
+
+HAND_OVER_SECONDS = 15.0
 WAIT = ("--wait", "--timeout=4m")
 VALUES: dict[str, Any] = {
     "operator": {"apiKeyNamespaces": [NAMESPACE]},
@@ -193,6 +202,11 @@ class Release:
             if "deletionTimestamp" not in pod["metadata"]
         }
 
+    def pods(self, component: str) -> set[str]:
+        """Return the names of a component's pods, those on their way out included."""
+        label = f"app.kubernetes.io/component={component}"
+        return {pod["metadata"]["name"] for pod in self.get("pod", "-l", label)}
+
     def wait_until_all_is_in_force(self) -> None:
         """Wait until every policy is enforced by every engine."""
 
@@ -223,6 +237,60 @@ class Release:
             return int(response.status)
 
 
+@contextmanager
+def clients(cluster: RunningCluster) -> Iterator[list[str]]:
+    """Ask engines and operators through their Services, all the time until the block ends.
+
+    Yields:
+        What failed, to be looked at after the block.
+    """
+    engines = f"http://{cluster.address(NAMESPACE, 'tidegate-engine-chat')}"
+    operators = f"http://{cluster.address(NAMESPACE, 'tidegate-operator')}/metrics"
+    failed: list[str] = []
+    ended = threading.Event()
+
+    def keep_asking(try_once: Callable[[], str]) -> int:
+        count = 0
+        while not ended.is_set():
+            count += 1
+            failed.extend(filter(None, [try_once()]))
+        return count
+
+    def stream() -> str:
+        return ask(engines, KEY, model="bytes", num_tokens=STREAM_TOKENS)
+
+    def scrape() -> str:
+        try:
+            status = httpx.get(operators, timeout=10).status_code
+        except httpx.TransportError as error:
+            return repr(error)
+        return "" if status == httpx.codes.OK else f"metrics: {status}"
+
+    with ThreadPoolExecutor() as pool:
+        asking = [pool.submit(keep_asking, one) for one in (stream, stream, stream, scrape)]
+        try:
+            yield failed
+        finally:
+            ended.set()
+        assert all(one.result() for one in asking)
+
+
+def operators_are_replaced_while_policies_change(cluster: RunningCluster, release: Release) -> None:
+    """Each change must be in force in time, whoever leads."""
+    rollout = ("rollout", "restart", "deploy/tidegate-operator", "-n", NAMESPACE)
+    old = release.pods("operator")
+    cluster.kubectl(*rollout)
+    weight = 1000
+    while old & release.pods("operator"):
+        weight += 1
+        changed = a_policy("tenant-1", weight=weight)
+        cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", input=listed([changed]))
+        began = time.monotonic()
+        release.wait_until_all_is_in_force()
+        assert time.monotonic() - began < HAND_OVER_SECONDS
+    assert weight > 1001
+
+
 def test_release_is_installed_upgraded_rolled_back_and_removed_and_no_policy_is_lost(
     helm: Helm,
     assets: Assets,
@@ -247,12 +315,17 @@ def test_release_is_installed_upgraded_rolled_back_and_removed_and_no_policy_is_
         shutil.rmtree(administrator.folder / "charts")
         (administrator.folder / "charts").symlink_to(CHART.parent)
         for section, version in (("Upgrade", "0.1.0"), ("Roll back", PREVIOUS)):
-            administrator.follow(section)
-            assert release.images() == images(version)
+            with clients(full_cluster) as failed:
+                administrator.follow(section)
+                assert release.images() == images(version)
+            assert failed == []
             release.wait_until_all_is_in_force()
             assert release.answer() == 200
             assert (release.identities(), release.credentials()) == (before, credentials)
             assert release.revision() == revision
+        with clients(full_cluster) as failed:
+            operators_are_replaced_while_policies_change(full_cluster, release)
+        assert failed == []
 
         # Ends with the namespace and the definitions: nothing may wait for a finalizer.
         administrator.follow("Uninstall")

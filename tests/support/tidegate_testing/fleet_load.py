@@ -120,7 +120,8 @@ class Requests:
             if ready := self._kubelet.ready():
                 engine, deaths = random.choice(ready)
                 tenant, num_tokens = random.choice(TENANTS), random.randint(1, MAX_TOKENS)
-                problem = ask(self._fleet.engine_url(engine), tenant, num_tokens)
+                url, key = self._fleet.engine_url(engine), api_key(tenant)
+                problem = ask(url, key, model="simulated", num_tokens=num_tokens)
                 with self._lock:
                     if not problem:
                         self.answered += 1
@@ -130,16 +131,16 @@ class Requests:
                         self.lost.append(f"{tenant} at {engine.name}: {problem}")
 
 
-def ask(root: str, tenant: str, num_tokens: int) -> str:
+def ask(root: str, key: str, *, model: str, num_tokens: int) -> str:
     """Read a stream to its end; returns what was wrong with it."""
     body = {
-        "model": "simulated",
+        "model": model,
         "prompt": "tides",
         "max_tokens": num_tokens,
         "ignore_eos": True,
         "stream": True,
     }
-    headers = {"authorization": f"Bearer {api_key(tenant)}"}
+    headers = {"authorization": f"Bearer {key}"}
     finish, last = None, ""
     try:
         with httpx.stream(
