@@ -416,6 +416,42 @@ def test_any_cluster_compiles_to_what_engines_can_read(found: list[TenantPolicy]
     assert set(compiled.verdicts) == {policy.metadata.qualified_name for policy in found}
 
 
+@given(clusters, clusters, st.booleans(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_what_is_taken_over_from_an_earlier_compile_changes_nothing(
+    found: list[TenantPolicy],
+    others: list[TenantPolicy],
+    has_secrets: bool,  # noqa: FBT001 - as drawn
+    has_tiers: bool,  # noqa: FBT001
+) -> None:
+    before = compile_cluster(found)
+    # Some objects are the very ones of before, others have the same name and other contents.
+    named = {policy.metadata.qualified_name: policy for policy in (*found[::2], *others)}
+    view = a_view(
+        an_engine_pool(allowedNamespaces={"from": "All"}),
+        *named.values(),
+        *(OTHERS if has_tiers else OTHERS[1:]),
+        secrets=SECRETS if has_secrets else {},
+    )
+    (pool,) = view.pools.values()
+
+    assert compile_pool(view, pool, before=before) == compile_pool(view, pool)
+
+
+def test_only_what_has_changed_is_made_anew() -> None:
+    policies = [a_tenant_policy(f"tenant-{number}") for number in range(3)]
+    before = compile_of(an_engine_pool(), *policies)
+    changed = a_tenant_policy("tenant-1", weight=7)
+    view = a_view(an_engine_pool(), policies[0], changed, policies[2])
+
+    after = compile_pool(view, view.pools["team/chat"], before=before)
+
+    rules = zip(before.snapshot.tenants, after.snapshot.tenants, strict=True)
+    assert [old is new for old, new in rules] == [True, False, True]
+    name = "team/tenant-0"
+    assert after.candidates[name] is before.candidates[name]
+
+
 BAD: list[Callable[[], TenantPolicy]] = [
     lambda: a_tenant_policy("bad", age=-1, pools=["team/chat"], tenant="unknown"),
     lambda: a_tenant_policy("bad", age=-1, pools=["team/chat"], priorityTier="closed"),

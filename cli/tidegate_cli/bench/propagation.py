@@ -149,7 +149,7 @@ class PropagationBench:
 
     async def _in_force(self, change: Change) -> float:
         return await self._lab.crowd.in_force.when(
-            change.tenant, change.weight, limit_seconds=_CHANGE_SECONDS
+            change.tenant, change.weight, limit_seconds=self._patience
         )
 
     async def _programmed(self, change: Change) -> float:
