@@ -106,6 +106,23 @@ def test_engines_are_given_the_time_that_they_drain_for(helm: Helm) -> None:
     assert spec["terminationGracePeriodSeconds"] > 90 + 7
 
 
+def test_pods_are_replaced_one_after_the_other_and_leave_their_service_before_they_end(
+    helm: Helm,
+) -> None:
+    objects = helm.render(values={"enginePools": [{"name": "chat"}]})
+    for name in ("tidegate-operator", "tidegate-engine-chat"):
+        deployment = only(objects, "Deployment", name)["spec"]
+        assert deployment["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+        spec = deployment["template"]["spec"]
+        (container,) = spec["containers"]
+        assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+        pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+        assert 0 < pause < spec["terminationGracePeriodSeconds"] - 10
+        budget = only(objects, "PodDisruptionBudget", name)["spec"]
+        assert budget["maxUnavailable"] == 1
+        assert budget["selector"] == deployment["selector"]
+
+
 def test_pool_differs_from_what_holds_for_all_only_where_it_says_so(helm: Helm) -> None:
     values = {
         "engine": {"preStopSeconds": 9, "replicas": 4, "env": {"TIDEGATE_DTYPE": "float16"}},
