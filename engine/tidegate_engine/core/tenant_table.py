@@ -325,9 +325,10 @@ class TenantTable:
             # Where the tenants of a tier come from several, the longest wait counts for all.
             waited = [t for t in before.values() if t.first_wait_at is not None]
             same = [t for t in waited if t.value == tier.value] or waited
-            # Nobody is in before if all were held: what a hold kept waits no longer.
-            tier.first_wait_at = min((t.first_wait_at or 0.0 for t in same), default=-inf)
+            tier.first_wait_at = min((t.first_wait_at or 0.0 for t in same), default=inf)
             tier.first_latest_start = min((t.first_latest_start for t in waited), default=inf)
+        # What a hold kept was in no tier's count, and has waited all the same.
+        tier.first_wait_at = min(tier.first_wait_at, next(iter(tenant.queue)).arrived_at)
         self.relist(tenant)
 
     def _forget_idle(self, own: Tenant) -> None:

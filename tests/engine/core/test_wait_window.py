@@ -3,7 +3,7 @@
 import pytest
 
 from tidegate_engine.core.decisions import Reason
-from tidegate_policies.rules import BatchingRule, ServiceRule, TierRule
+from tidegate_policies.rules import BatchingRule, ServiceRule, StopPolicy, TierRule
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
@@ -51,6 +51,31 @@ def test_a_first_arrival_is_held_until_the_window_ends(engine: Simulation) -> No
     assert plan.wake_at == WINDOW
     engine.clock.advance(0.2)
     assert engine.step().admitted == ("first", "second")
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_what_a_hold_kept_has_waited_since_it_arrived(
+    engine: Simulation, *, is_alone: bool
+) -> None:
+    def hold(stop: StopPolicy) -> None:
+        standard = TierRule(name="standard", value=0, wait_window_seconds=WINDOW)
+        held = a_tenant("kept", stop=stop)
+        batching = BatchingRule(max_num_seqs=PLACES)
+        policy = a_snapshot(a_tenant("acme"), held, tiers={"standard": standard}, batching=batching)
+        engine.scheduler.apply_policy(policy, 2 if stop is StopPolicy.HOLD else 3)
+        engine.step()
+
+    hold(StopPolicy.HOLD)
+    arrive(engine, "kept", tenant="kept")
+    engine.step()
+    engine.clock.advance(0.4)
+    if not is_alone:
+        arrive(engine, "later")
+        engine.step()
+    hold(StopPolicy.NONE)
+    assert engine.step().wake_at == pytest.approx(WINDOW)
+    engine.clock.advance(0.1)
+    assert set(engine.step().admitted) == {"kept", *([] if is_alone else ["later"])}
 
 
 def test_the_window_of_a_replay_passes_by_itself(engine: Simulation) -> None:
