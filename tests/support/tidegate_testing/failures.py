@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections import Counter
@@ -14,13 +15,14 @@ from tidegate_testing.fleet import Fleet
 from tidegate_testing.helm import OPERATOR_LEASE
 from tidegate_testing.members import Member
 
-ROUTERS_SECONDS = 1.0
+ROUTERS_SECONDS = 3.0
 """The pause between a pod that leaves its Service and the signal to end, as by `preStop`."""
 
 CLOCK_SECONDS = 30 * 86400.0
 RESTART_SECONDS = 0.2
 READY_SECONDS = 120.0
-LOST_LEASE = 1
+OPERATORS_ENDS = (1, -signal.SIGTERM)
+"""It loses its lease in the same moment, or has just been started and leads nothing yet."""
 
 
 class Kubelet:
@@ -73,8 +75,7 @@ class Kubelet:
             self._take_out(member)
         time.sleep(ROUTERS_SECONDS)
         code = member.stop()
-        # An operator may lose its lease in the same moment.
-        if code and (code != LOST_LEASE or member in self._fleet.engines):
+        if code and (member in self._fleet.engines or code not in OPERATORS_ENDS):
             self.problems.append(f"{member.name} ended with {code} when it was asked to")
 
     def _take_out(self, member: Member) -> None:
