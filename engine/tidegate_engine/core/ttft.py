@@ -8,7 +8,7 @@ that went before. Of these, a tier gets the share that it got while it waited la
 
 from collections.abc import Sequence as Ordered
 from itertools import chain
-from math import ceil
+from math import ceil, inf
 from typing import NamedTuple
 
 from tidegate_engine.core.batch import places, prefill_budget
@@ -134,31 +134,46 @@ class TtftForecast:
                 tokens.
             limits: In force.
         """
-        ahead = self.backlog(tenant, own_ahead)
         outputs = self._forecast.lengths.predict(tenant.name, 0, max_output_tokens)
-        mean_prompt = (ahead.prompt_tokens + prompt_tokens) / (ahead.requests + 1)
-        free = min(
-            places(limits) - self._running.num_places, self._num_fitting(mean_prompt + outputs)
-        )
-        waiting = self._seconds_to_place(tenant, ahead, free=free, outputs=outputs)
-        reading = self._seconds_to_read(ahead.prompt_tokens, limits)
+
+        def wait(ahead: Backlog, share: float) -> float:
+            mean_prompt = (ahead.prompt_tokens + prompt_tokens) / (ahead.requests + 1)
+            fitting = self._num_fitting(mean_prompt + outputs)
+            free = min(places(limits) - self._running.num_places, fitting)
+            placing = self._seconds_to_place(tenant, ahead, free=free, outputs=outputs)
+            # Prompts ahead are read while places are waited for: the longer of the two counts.
+            return max(placing, self._seconds_to_read(ahead.prompt_tokens, limits)) / share
+
+        waiting = wait(self.backlog(tenant, own_ahead), self._drain.share(tenant))
+        if reserved := self._tenants.tier_of(tenant).reserved_percent:
+            of_tier = self.backlog(tenant, own_ahead, passes_higher=True)
+            waiting = min(waiting, wait(of_tier, reserved / 100))
         own_pairs = prompt_tokens * (prompt_tokens + 1) / 2
         own = self._seconds_to_read(prompt_tokens, limits) + self._marginal(0, own_pairs)
-        # Prompts ahead are read while places are waited for: the longer of the two counts.
-        return max(waiting, reading) / self._drain.share(tenant) + own
+        return waiting + own
 
-    def backlog(self, tenant: Tenant, own_ahead: tuple[int, int]) -> Backlog:
-        """Return what is served before a request of `tenant`; `own_ahead` as in `predict`."""
+    def backlog(
+        self, tenant: Tenant, own_ahead: tuple[int, int], *, passes_higher: bool = False
+    ) -> Backlog:
+        """Return what is served before a request of `tenant`.
+
+        Args:
+            tenant: Whose it is.
+            own_ahead: As in `predict`.
+            passes_higher: Whether higher tiers don't count: the reserved share of its own is
+                served beside them.
+        """
         own_requests, own_tokens = own_ahead
         value = tenant.tier_value
-        reading = [s for s in self._running.prefilling if s.tenant.tier_value >= value]
+        most = value if passes_higher else inf
+        reading = [s for s in self._running.prefilling if value <= s.tenant.tier_value <= most]
         requests = float(own_requests)
         tokens = float(own_tokens + sum(seq.pending_tokens for seq in reading))
         for other_value, tier in self._tenants.tiers.items():
-            if other_value >= value:
+            if value <= other_value <= most:
                 requests += len(tier.resumable)
                 tokens += sum(s.pending_tokens for s in tier.resumable if not s.host_table)
-            if other_value > value:
+            if value < other_value <= most:
                 requests += tier.num_queued
                 tokens += tier.num_tokens
         is_spare, counter = tenant.key

@@ -5,7 +5,7 @@ from itertools import count
 import pytest
 
 from tidegate_engine.core.request import Rejection, RejectionCode
-from tidegate_policies.rules import ServiceRule
+from tidegate_policies.rules import ServiceRule, TierRule
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
@@ -223,3 +223,20 @@ def test_what_a_higher_tier_goes_on_sending_delays_a_lower_one() -> None:
     in_time = [t for t in let_in if t.ttft_seconds is not None and t.ttft_seconds <= 3.5]
     assert len(let_in) > 100
     assert len(in_time) >= 0.95 * len(let_in)
+
+
+def test_a_tier_is_let_in_for_its_reserved_share_beside_a_flooded_higher_one() -> None:
+    tiers = {
+        "gold": TierRule(name="gold", value=10),
+        "standard": TierRule(name="standard", value=0, reserved_share_percent=20),
+    }
+    gold = a_tenant("gold", tier="gold")
+    batch = a_tenant("batch", service=ServiceRule(ttft_seconds=4.0, sheds=True))
+    engine = an_engine(a_snapshot(gold, batch, tiers=tiers), slots=8)
+    for _ in range(200):
+        arrive(engine, "gold", times=6, prompt=100, output=30)
+        arrive(engine, "batch", times=2, prompt=100, output=30)
+        engine.run_until(engine.clock.now() + 0.2)
+    served = engine.scheduler.stats().tenants
+    share = served["batch"].service / (served["batch"].service + served["gold"].service)
+    assert share == pytest.approx(0.2, abs=0.03)
