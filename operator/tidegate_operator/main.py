@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from tidegate_operator.autoscaler_writer import AutoscalerScope
 from tidegate_operator.dashboards import TenantDashboards
 from tidegate_operator.delivery import Delivery
+from tidegate_operator.events import EventWriter
 from tidegate_operator.explanations import serving_explanations
 from tidegate_operator.handlers import build_registry, build_settings
 from tidegate_operator.health import Health, serving_health
@@ -67,8 +68,12 @@ class Operator:
         self._settings = settings
         self._seen_at = time.monotonic()
         self._cache = WatchCache()
+        self._events = EventWriter(api)
         self._writer = StatusWriter(
-            api, metrics=metrics, writes_per_second=settings.status_writes_per_second
+            api,
+            metrics=metrics,
+            writes_per_second=settings.status_writes_per_second,
+            on_written=self._events.note,
         )
         self._reconciler = Reconciler(
             cache=self._cache,
@@ -124,6 +129,7 @@ class Operator:
         beside: Sequence[Coroutine[Any, Any, None]] = (
             *self._reconciler.works(),
             self._writer.run(),
+            self._events.run(),
             self._sweeper.run(),
             self._listener.run(),
             self._secrets.run(),

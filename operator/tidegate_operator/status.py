@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -49,7 +50,14 @@ class StatusWriter:
     Only the newest wanted status of an object is ever written, and never two at a time.
     """
 
-    def __init__(self, api: StatusApi, *, metrics: Metrics, writes_per_second: float) -> None:
+    def __init__(
+        self,
+        api: StatusApi,
+        *,
+        metrics: Metrics,
+        writes_per_second: float,
+        on_written: Callable[[StatusUpdate, Json], None] | None = None,
+    ) -> None:
         """Prepare to write.
 
         Args:
@@ -57,8 +65,10 @@ class StatusWriter:
             metrics: Counts the writes.
             writes_per_second: On average; as many, but at least one, may be written at once after
                 a rest.
+            on_written: Is told of each status that was written, and the one before.
         """
         self._api = api
+        self._on_written = on_written
         self._metrics = metrics
         self._rate = writes_per_second
         self._burst = max(1.0, writes_per_second)
@@ -173,8 +183,10 @@ class StatusWriter:
             self._retry(pending, error)
         else:
             self._metrics.status_writes.labels(kind, "ok").inc()
-            self._stored[update.uid] = update.status
+            before, self._stored[update.uid] = self._stored.get(update.uid, {}), update.status
             self._written_since_sweep.add(update.uid)
+            if self._on_written is not None:
+                self._on_written(update, before)
         finally:
             del self._writing[update.uid]
             self._wake.set()
