@@ -32,6 +32,7 @@ EVERYTHING: dict[str, Any] = {
         "namespaces": ["team-a", "team-b"],
         "apiKeyNamespaces": ["team-a"],
         "prometheusUrl": "http://prometheus.monitoring:9090",
+        "sweepSeconds": 30.5,
         "logLevel": "DEBUG",
         "podAnnotations": {"example.org/a": "b"},
         "priorityClassName": "system-cluster-critical",
@@ -44,6 +45,7 @@ EVERYTHING: dict[str, Any] = {
             "replicas": None,
             "image": {"digest": "sha256:" + "0" * 64},
             "model": "/models/weights.gguf",
+            "trustedGatewayToken": {"secretName": "gateway", "key": "shared"},
             "spec": {"kv": {"watermarks": {"lowPercent": 70, "highPercent": 90}}},
             "resources": {"limits": {"nvidia.com/gpu": 1}},
             "drainSeconds": 600,
@@ -61,6 +63,7 @@ EVERYTHING: dict[str, Any] = {
     "redis": {"tlsSecretName": "redis-tls", **PLACED},
     "networkPolicy": {
         "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+        "explainFrom": [{"ipBlock": {"cidr": "10.0.0.0/16"}}],
         "enginesFrom": [{"podSelector": {}}],
         "redisFrom": [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"a": "b"}}}],
     },
@@ -88,7 +91,11 @@ VARIANTS: dict[str, Values] = {
     "external-redis": {**EXTERNAL, "enginePools": [POOL]},
     "everything": EVERYTHING,
     "least": {
-        "operator": {"replicas": 1, "apiKeyNamespaces": ["*"]},
+        "operator": {
+            "replicas": 1,
+            "apiKeyNamespaces": ["*"],
+            "explain": {"enabled": False},
+        },
         "credentials": {"create": False},
         "networkPolicy": {"enabled": False},
     },

@@ -48,11 +48,17 @@ def test_secrets_in_the_page_are_those_that_the_pods_read(helm: Helm) -> None:
 
 
 def test_examples_scale_what_the_chart_makes(helm: Helm, kubectl: Kubectl) -> None:
-    objects = helm.render(values={"enginePools": [{"name": "chat"}]})
-    deployments = {one["metadata"]["name"] for one in objects if one["kind"] == "Deployment"}
+    objects = helm.render(values={"enginePools": [{"name": "chat", "replicas": None}]})
+    pool = next(one for one in objects if one["kind"] == "EnginePool")
+    # Without it a pool has no scale.
+    assert pool["spec"]["workloadRef"]["kind"] == "Deployment"
     for path in sorted((CHART / "examples").glob("*.yaml")):
         example = yaml.safe_load(path.read_text())
-        assert example["spec"]["scaleTargetRef"]["name"] in deployments
+        assert example["spec"]["scaleTargetRef"] == {
+            "apiVersion": pool["apiVersion"],
+            "kind": pool["kind"],
+            "name": pool["metadata"]["name"],
+        }
     kubectl("create", "namespace", "tidegate")
     hpa = str(CHART / "examples" / "hpa.yaml")
     kubectl("apply", "--server-side", "--dry-run=server", "-f", hpa, check=True)

@@ -165,6 +165,11 @@ def _env(deployment: dict[str, Any]) -> list[dict[str, Any]]:
         ({"enginePools": [{"name": "A"}]}, "'/enginePools/0/name': 'A' does not match"),
         ({"enginePools": [{"name": "a", "spec": {"selector": {}}}]}, "'/enginePools/0/spec'"),
         ({"engine": {"env": {"TIDEGATE_POOL": "x"}}}, "invalid propertyName 'TIDEGATE_POOL'"),
+        ({"engine": {"env": {"TIDEGATE_ADMIN_TOKEN_FILE": "x"}}}, "invalid propertyName"),
+        ({"engine": {"env": {"TIDEGATE_TRUSTED_GATEWAY_TOKEN": "x"}}}, "invalid propertyName"),
+        ({"engine": {"trustedGatewayToken": {"name": "x"}}}, "'/engine/trustedGatewayToken'"),
+        ({"operator": {"explain": {"on": True}}}, "'/operator/explain': additional properties"),
+        ({"operator": {"sweepSeconds": 0}}, "'/operator/sweepSeconds': exclusiveMinimum"),
         ({"engine": {"drainSeconds": -1}}, "'/engine/drainSeconds': minimum"),
         ({"redis": {"enabled": False}}, "'/externalRedis/operatorUrl/secretName': minLength"),
         ({"redis": {"maxMemory": "lots"}}, "'/redis/maxMemory'"),
@@ -240,6 +245,60 @@ def test_tenants_dashboards_bring_the_right_to_write_them_and_what_limits_it(hel
     assert rule["verbs"] == ["list", "create", "patch"]
     policies = [o for o in helm.render(values=asked) if o["kind"] == "ValidatingAdmissionPolicy"]
     assert "tidegate-dashboard-" in str(policies)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_questions_are_answered_where_all_that_this_takes_is_there_and_only_there(
+    helm: Helm, *, is_asked: bool
+) -> None:
+    values = {
+        "operator": {"explain": {"enabled": is_asked}},
+        "networkPolicy": {"explainFrom": [{"podSelector": {}}]},
+    }
+    objects = helm.render(values=values)
+    name = "tidegate-operator"
+    spec = only(objects, "Deployment", name)["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    service = {port["name"]: port for port in only(objects, "Service", name)["spec"]["ports"]}
+    ingress = only(objects, "NetworkPolicy", name)["spec"]["ingress"]
+    roles = [one for one in objects if one["kind"] == "ClusterRole"]
+    reviews = [r["verbs"] for o in roles for r in o["rules"] if "tokenreviews" in r["resources"]]
+    assert ("explain" in service) is is_asked
+    assert reviews == [["create"]] * is_asked
+    assert ({"ports": [{"port": "explain"}], "from": [{"podSelector": {}}]} in ingress) is is_asked
+    assert ("TIDEGATE_OPERATOR_ENGINE_TOKEN_FILE" in env) is is_asked
+    if is_asked:
+        assert service["explain"]["targetPort"] == "explain"
+        assert env["TIDEGATE_OPERATOR_EXPLAIN_PORT"] == str(ports["explain"])
+        assert _secret_of(spec, env["TIDEGATE_OPERATOR_ENGINE_TOKEN_FILE"]) == (
+            "tidegate-engine",
+            "admin-token",
+        )
+
+
+def test_engines_trust_a_gateway_by_the_token_of_a_secret_if_their_pool_says_so(
+    helm: Helm,
+) -> None:
+    token = {"secretName": "gateway"}
+    values = {"enginePools": [{"name": "a", "trustedGatewayToken": token}, {"name": "b"}]}
+    objects = helm.render(values=values)
+    a, b = (only(objects, "Deployment", f"tidegate-engine-{name}")["spec"] for name in "ab")
+    found = {entry["name"]: entry.get("value") for entry in _env(a)}
+    variable = "TIDEGATE_TRUSTED_GATEWAY_TOKEN_FILE"
+    assert _secret_of(a, str(found[variable])) == ("gateway", "token")
+    assert variable not in {entry["name"] for entry in _env(b)}
+
+
+def _secret_of(deployment: dict[str, Any], path: str) -> tuple[str, str]:
+    """Return name and key of the Secret that a file of the first container comes from."""
+    pod = deployment["template"]["spec"]
+    folder, _, file = path.rpartition("/")
+    mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
+    (volume,) = (one for one in pod["volumes"] if one["name"] == mounts[folder])
+    (item,) = (one for one in volume["secret"]["items"] if one["path"] == file)
+    return volume["secret"]["secretName"], item["key"]
 
 
 def test_definitions_are_those_of_the_repository_and_survive_their_chart(helm: Helm) -> None:
