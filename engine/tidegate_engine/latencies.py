@@ -4,15 +4,13 @@ A tenant's histograms are there once it has something to observe: of thousands o
 silent, and four histograms are three fourths of a tenant's lines.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from math import inf
 
-from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-
+from tidegate_engine.text_format import Family, Histogram
 from tidegate_engine.variance import TrafficVariance
 from tidegate_policies.rules import UNKNOWN_TENANT, ServiceRule, TenantRule
 
@@ -76,9 +74,9 @@ class TenantLatencies:
         self._itl_objective = _Objective(None, 99)
 
     @property
-    def is_open(self) -> bool:
-        """Whether it has histograms of its own."""
-        return bool(self._own)
+    def own(self) -> Sequence[Histogram]:
+        """Its own histograms in the order of kinds; none before the first observation."""
+        return self._own or ()
 
     def obey(self, service: ServiceRule) -> None:
         """Count against these targets from now on."""
@@ -127,31 +125,16 @@ class TenantLatencies:
             histogram.observe(seconds)
 
 
+def _own_histograms() -> Sequence[Histogram]:
+    return tuple(Histogram(buckets) for _, _, buckets in _KINDS)
+
+
 class Latencies:
     """The times of all requests of an engine, and how long their prompts and outputs are."""
 
-    def __init__(self, pool: str, registry: CollectorRegistry) -> None:
+    def __init__(self, pool: str) -> None:
         self._pool_name = pool
-        self._per_tenant = tuple(
-            Histogram(
-                f"tidegate_{name}_seconds",
-                f"Time {text}",
-                ("pool", "tenant"),
-                buckets=buckets,
-                registry=registry,
-            )
-            for name, text, buckets in _KINDS
-        )
-        self._pool = tuple(
-            Histogram(
-                f"tidegate_pool_{name}_seconds",
-                f"Time {text}, of all tenants, in finer buckets",
-                ("pool",),
-                buckets=_finer(buckets),
-                registry=registry,
-            ).labels(pool)
-            for name, text, buckets in _KINDS
-        )
+        self._pool = tuple(Histogram(_finer(buckets)) for _, _, buckets in _KINDS)
         self._gone = TenantLatencies(self._pool, tuple)
         self._rules: dict[str, ServiceRule] = {}
         self._tenants: dict[str, TenantLatencies] = {}
@@ -163,9 +146,7 @@ class Latencies:
         self._rules = {rule.tenant: rule.service for rule in rules}
         self._rules[UNKNOWN_TENANT] = ServiceRule()
         for tenant in [name for name in self._tenants if name not in self._rules]:
-            if self._tenants.pop(tenant).is_open:
-                for histogram in self._per_tenant:
-                    histogram.remove(self._pool_name, tenant)
+            del self._tenants[tenant]
         for tenant, latencies in self._tenants.items():
             latencies.obey(self._rules[tenant])
         for tenant, rule in self._rules.items():
@@ -177,8 +158,7 @@ class Latencies:
         if tenant not in self._rules:
             return self._gone
         if tenant not in self._tenants:
-            opener = partial(self._open, tenant)
-            latencies = self._tenants[tenant] = TenantLatencies(self._pool, opener)
+            latencies = self._tenants[tenant] = TenantLatencies(self._pool, _own_histograms)
             latencies.obey(self._rules[tenant])
         return self._tenants[tenant]
 
@@ -192,60 +172,84 @@ class Latencies:
         """
         self._lengths[kind].observe(tokens, at=at)
 
-    def collect(self, *, at: float) -> list[Metric]:
-        """Return the series that aren't histograms, as of now."""
-        return [*self._objectives(), self._length_variances(at), self._queue_variances(at)]
+    def snapshot(self, *, at: float) -> Callable[[], Iterator[Family]]:
+        """Return what yields all series as of now, in any thread."""
+        return partial(self._collect, dict(self._tenants), at)
 
-    def _open(self, tenant: str) -> Sequence[Histogram]:
-        return tuple(h.labels(self._pool_name, tenant) for h in self._per_tenant)
+    def _collect(self, tenants: Mapping[str, TenantLatencies], at: float) -> Iterator[Family]:
+        yield from self._histograms(tenants)
+        yield from self._objectives(tenants)
+        yield self._length_variances(at)
+        yield self._queue_variances(tenants, at)
 
-    def _objectives(self) -> Iterator[Metric]:
+    def _histograms(self, tenants: Mapping[str, TenantLatencies]) -> Iterator[Family]:
+        for kind, (name, text, _) in enumerate(_KINDS):
+            own = Family(
+                f"tidegate_{name}_seconds", "histogram", f"Time {text}", ("pool", "tenant")
+            )
+            for tenant, latencies in tenants.items():
+                for histogram in latencies.own[kind : kind + 1]:
+                    own.add_histogram((self._pool_name, tenant), histogram)
+            yield own
+            pool = Family(
+                f"tidegate_pool_{name}_seconds",
+                "histogram",
+                f"Time {text}, of all tenants, in finer buckets",
+            )
+            pool.add_histogram((self._pool_name,), self._pool[kind])
+            yield pool
+
+    def _objectives(self, tenants: Mapping[str, TenantLatencies]) -> Iterator[Family]:
         labels = ("pool", "tenant", "objective")
-        targets = GaugeMetricFamily(
-            "tidegate_slo_target_seconds", "Target of the tenant's service level", labels=labels
+        targets = Family(
+            "tidegate_slo_target_seconds", "gauge", "Target of the tenant's service level", labels
         )
-        shares = GaugeMetricFamily(
-            "tidegate_slo_objective_ratio", "Share that has to meet the target", labels=labels
+        shares = Family(
+            "tidegate_slo_objective_ratio", "gauge", "Share that has to meet the target", labels
         )
-        observed = CounterMetricFamily(
-            "tidegate_slo_observed",
+        observed = Family(
+            "tidegate_slo_observed_total",
+            "counter",
             "First tokens (ttft) and times between tokens (itl) that have a target",
-            labels=labels,
+            labels,
         )
-        missed = CounterMetricFamily(
-            "tidegate_slo_missed",
+        missed = Family(
+            "tidegate_slo_missed_total",
+            "counter",
             "First tokens and times between tokens that missed their target, or that never came",
-            labels=labels,
+            labels,
         )
-        for tenant, latencies in self._tenants.items():
+        for tenant, latencies in tenants.items():
             for name, objective in latencies.objectives():
                 values = (self._pool_name, tenant, name)
-                targets.add_metric(values, objective.target_seconds or 0.0)
-                shares.add_metric(values, objective.percentile / 100)
-                observed.add_metric(values, objective.observed)
-                missed.add_metric(values, objective.missed)
+                targets.add(values, objective.target_seconds or 0.0)
+                shares.add(values, objective.percentile / 100)
+                observed.add(values, objective.observed)
+                missed.add(values, objective.missed)
         yield from (targets, shares, observed, missed)
 
-    def _length_variances(self, at: float) -> Metric:
-        variances = GaugeMetricFamily(
+    def _length_variances(self, at: float) -> Family:
+        variances = Family(
             "tidegate_length_variance",
+            "gauge",
             "Variance of prompt and output lengths in tokens, of 5 minutes and of the day;"
             " none while there is too little traffic to tell",
-            labels=("pool", "kind", "window"),
+            ("pool", "kind", "window"),
         )
         for kind, traffic in self._lengths.items():
             for window, value in traffic.values(at=at).items():
-                variances.add_metric((self._pool_name, kind, window), value)
+                variances.add((self._pool_name, kind, window), value)
         return variances
 
-    def _queue_variances(self, at: float) -> Metric:
-        variances = GaugeMetricFamily(
+    def _queue_variances(self, tenants: Mapping[str, TenantLatencies], at: float) -> Family:
+        variances = Family(
             "tidegate_queue_time_variance",
+            "gauge",
             "Variance of the time in the queue in seconds squared, of 5 minutes and of the day;"
             " none while there is too little traffic to tell",
-            labels=("pool", "tenant", "window"),
+            ("pool", "tenant", "window"),
         )
-        for tenant, latencies in self._tenants.items():
+        for tenant, latencies in tenants.items():
             for window, value in latencies.queue_variance(at=at).items():
-                variances.add_metric((self._pool_name, tenant, window), value)
+                variances.add((self._pool_name, tenant, window), value)
         return variances

@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import uvloop
-from prometheus_client import disable_created_metrics
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
@@ -64,8 +63,6 @@ def main() -> int:
     logging.basicConfig(
         level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    # They would add a third to the series of every tenant.
-    disable_created_metrics()  # type: ignore[no-untyped-call]
     with contextlib.ExitStack() as listeners:
         try:
             # Bound before anything else runs: probes are answered while a model loads, and a port

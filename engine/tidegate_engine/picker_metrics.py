@@ -8,15 +8,14 @@ there is nothing to say of them.
 
 from collections.abc import Iterator
 
-from prometheus_client.core import GaugeMetricFamily, Metric
-
 from tidegate_engine.core.request import SchedulerStats
 from tidegate_engine.executor.base import Capacity
+from tidegate_engine.text_format import Family
 
 
 def picker_series(
     engine: SchedulerStats, capacity: Capacity, *, pool: str, model: str
-) -> Iterator[Metric]:
+) -> Iterator[Family]:
     """Yield the series of one engine.
 
     Args:
@@ -33,14 +32,15 @@ def picker_series(
         ("num_requests_running", "Requests in the batch", engine.running),
         ("kv_cache_usage_perc", "Share of the KV blocks in use, from 0 to 1", used),
     ):
-        gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=("pool", "model_name"))
-        gauge.add_metric((pool, model), value)
+        gauge = Family(f"vllm:{name}", "gauge", text, ("pool", "model_name"))
+        gauge.add((pool, model), value)
         yield gauge
-    config = GaugeMetricFamily(
+    config = Family(
         "vllm:cache_config_info",
+        "gauge",
         "Tokens in a KV block and KV blocks on the device, as labels",
-        labels=("pool", "model_name", "block_size", "num_gpu_blocks"),
+        ("pool", "model_name", "block_size", "num_gpu_blocks"),
     )
     sizes = (str(capacity.block_size), str(capacity.num_blocks))
-    config.add_metric((pool, model, *sizes), 1)
+    config.add((pool, model, *sizes), 1)
     yield config

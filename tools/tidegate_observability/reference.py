@@ -78,7 +78,7 @@ def _name(family: Metric) -> str:
 def _labels(family: Metric) -> str:
     if not family.samples:
         raise UnseenSeriesError(family.name)
-    names = dict.fromkeys(name for sample in family.samples for name in sample.labels)
+    names = sorted({name for sample in family.samples for name in sample.labels})
     return ", ".join(f"`{name}`" for name in names if name not in _MADE_BY_THE_FORMAT)
 
 

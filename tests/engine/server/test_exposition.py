@@ -1,7 +1,5 @@
 import asyncio
 
-from prometheus_client import CollectorRegistry
-
 from tidegate_engine.metrics import Scrape
 from tidegate_engine.server.exposition import CHEAP_SECONDS, Exposition
 
@@ -22,7 +20,7 @@ class Scrapes:
 
 class _Rendered(Scrape):
     def __init__(self, scrapes: Scrapes, number: int) -> None:
-        super().__init__(CollectorRegistry(), CollectorRegistry())
+        super().__init__(tuple)
         self._scrapes = scrapes
         self._number = number
 
