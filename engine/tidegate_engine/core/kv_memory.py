@@ -7,6 +7,7 @@ fence has passed, whatever becomes of its request meanwhile.
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Ordered
+from itertools import chain
 from typing import NamedTuple
 
 from tidegate_engine.core.block_pool import BlockPool
@@ -120,6 +121,20 @@ class KvMemory:
         found, _ = self._found(seq)
         shared = self.payers.count_held(seq, found)
         return Need(self.pool.blocks_for(seq.num_tokens) - shared, shared)
+
+    def count_lost(self, seq: Sequence, victims: Iterable[Sequence]) -> int:
+        """Return how many blocks more `seq` has to get if these give theirs back.
+
+        What only they hold of its context is no longer its tenant's then. Of a prefix in common
+        with other tenants all that they hold counts, which may be too much, but never too little.
+        """
+        own = (v.block_table for v in victims if v.tenant.name == seq.tenant.name)
+        returned = Counter(chain.from_iterable(own))
+        if not returned:
+            return 0
+        is_common, references = seq.keys.is_common, self.pool.references
+        found = [block for block in self._found(seq)[0] if block in returned]
+        return sum(is_common or returned[block] == references(block) for block in found)
 
     # -- running sequences -----------------------------------------------------------------------
 

@@ -158,10 +158,12 @@ class Preemptor:
         if not victims:
             return False
         lacks_own_blocks = self._lacks_own_blocks(wish)
-        for option in [by_id[victim.request_id] for victim in victims]:
+        chosen = [by_id[victim.request_id] for victim in victims]
+        blocks = self._blocks_without(wish, [option for option in chosen if option.frees_blocks])
+        for option in chosen:
             is_reclaim = lacks_own_blocks and option.frees_blocks
             cause = Cause.RECLAIMED if is_reclaim else Cause.DISPLACED
-            self._take_out(option.seq, cause, wish.seq, blocks=wish.blocks)
+            self._take_out(option.seq, cause, wish.seq, blocks=blocks)
         self._gate.observe()
         return True
 
@@ -251,14 +253,19 @@ class Preemptor:
         freed = memory.pool.count_freed([b for o in leaving for b in o.seq.block_table])
         ledger = memory.what_if(self._count_released(leaving))
         free = memory.free_in_time(seq) + freed
-        if not ledger.can_take(seq.tenant.name, wish.blocks, free=free):
+        blocks = self._blocks_without(wish, leaving)
+        if not ledger.can_take(seq.tenant.name, blocks, free=free):
             return False
         # While nobody else borrows, the watermarks gate nobody.
         if wish.is_within_nominal or not ledger.has_borrowers:
             return True
         kept = memory.what_if(self._count_released(victims)).kept_from(seq.tenant.name)
         usage = memory.num_settled - freed
-        return self._gate.lets_in(seq, wish.blocks, usage=usage, kept=kept)
+        return self._gate.lets_in(seq, blocks, usage=usage, kept=kept)
+
+    def _blocks_without(self, wish: Wish, leaving: Iterable[_Option]) -> int:
+        """Return the blocks that a wish takes once these have left."""
+        return wish.blocks + self._memory.count_lost(wish.seq, (o.seq for o in leaving))
 
     def _count_released(self, victims: Iterable[_Option]) -> dict[str, int]:
         """Return the blocks that each tenant no longer holds without these requests."""

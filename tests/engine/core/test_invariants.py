@@ -82,3 +82,11 @@ def plans_of(seed: int, *, repeats_policy: bool) -> list[StepPlan]:
 @pytest.mark.parametrize("seed", range(10))
 def test_the_same_policy_again_changes_no_plan(seed: int) -> None:
     assert plans_of(seed, repeats_policy=True) == plans_of(seed, repeats_policy=False)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(604561, id="whom a victim makes way for had its prefix in common with it")],
+)
+def test_a_run_that_once_broke_an_invariant_does_no_more(seed: int) -> None:
+    RandomDriver(seed, given=(), drawn=ANY, checks_books=True).run(80)
