@@ -13,7 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 from redis.asyncio import Redis
@@ -35,11 +35,14 @@ from tidegate_engine.server.connections import listen
 from tidegate_engine.server.leave import Leave
 from tidegate_engine.server.ports import AdminDoor, Ports
 from tidegate_engine.server.service import Service, assemble
-from tidegate_engine.settings import Settings, SettingsError
+from tidegate_engine.settings import Settings, SettingsError, variable_of
 from tidegate_engine.start_errors import StartError
 from tidegate_engine.state_file import StateFile
 from tidegate_engine.summary import aligned, start_summary
 from tidegate_engine.tasks import cancel_all
+
+if TYPE_CHECKING:
+    from tidegate_engine.server.otlp import TraceExporter
 
 EXIT_FAILED = 1
 EXIT_BAD_SETTINGS = 2
@@ -101,6 +104,7 @@ async def run_engine(
     ports = Ports(listener, admin=admin, clock=time.monotonic)
     serving = asyncio.create_task(ports.serve())
     try:
+        exporter = _trace_exporter(settings)
         parts = await _load(settings, asked_to_stop)
     except (ModelLoadError, StartError, OSError) as error:
         _log.error("the engine can't start: %s", error)
@@ -119,6 +123,7 @@ async def run_engine(
         rates=rates,
         clock=time.monotonic,
         max_waiting=settings.max_waiting,
+        export_trace=exporter.export if exporter is not None else None,
     )
     leave = Leave(service.generations, settings, clock=service.clock)
     service.board.on_change.append(leave.use_policy)
@@ -144,6 +149,8 @@ async def run_engine(
     finally:
         failed = await _stop(service, ports, running)
         await redis.aclose()
+        if exporter is not None:
+            await asyncio.to_thread(exporter.close)
     return EXIT_FAILED if failed else 0
 
 
@@ -160,6 +167,25 @@ def redis_client(settings: Settings) -> Redis:
         retry=Retry(NoBackoff(), 1),
         client_name=settings.pod_name,
         **tls,
+    )
+
+
+def _trace_exporter(settings: Settings) -> "TraceExporter | None":
+    if not settings.otlp_endpoint:
+        return None
+    # An extra of the distribution, which only those need who use it.
+    try:
+        from tidegate_engine.server.otlp import TraceExporter
+    except ModuleNotFoundError as error:
+        problem = f"{error}; install tidegate[tracing]"
+        raise StartError(variable_of("otlp_endpoint"), problem) from error
+
+    return TraceExporter(
+        settings.otlp_endpoint,
+        pool=settings.pool,
+        pod=settings.pod_name,
+        model=settings.model_name,
+        epoch_at=lambda: time.time() - time.monotonic(),
     )
 
 

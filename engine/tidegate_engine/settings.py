@@ -21,6 +21,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from tidegate_engine.executor.hardware import GPUS, MODELS
 
 _PREFIX = "TIDEGATE_"
+_OTHER_NAMES = {"otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 _KEY_BYTES = 32
 _MIN_TOKEN_CHARS = 16
 _MAX_BLOCK_SIZE = 256
@@ -155,6 +156,8 @@ class Settings(BaseSettings):
         simulated_prefill_token_seconds: Further cost of each prompt token in it.
         simulated_decode_seconds: Further cost of each running request in it.
         log_level: Of the log on standard error.
+        otlp_endpoint: Where traces of requests go, as OTLP over HTTP; by OpenTelemetry's own
+            variable. Without one there are none.
     """
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="ignore")
@@ -195,6 +198,10 @@ class Settings(BaseSettings):
     simulated_prefill_token_seconds: Annotated[float, Field(ge=0)] = 0.0001
     simulated_decode_seconds: Annotated[float, Field(ge=0)] = 0.0005
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    otlp_endpoint: Annotated[
+        str,
+        Field(pattern="^(https?://.+)?$", validation_alias=_OTHER_NAMES["otlp_endpoint"]),
+    ] = ""
 
     @classmethod
     def from_environment(cls) -> "Settings":
@@ -286,7 +293,9 @@ def _checked_token(name: str, text: str) -> str:
 
 def variable_of(field: str | int) -> str:
     """Return the environment variable that sets a field of `Settings`."""
-    return _PREFIX + str(field).upper()
+    name = str(field)
+    # pydantic tells of a field with another name by that name.
+    return name if name in _OTHER_NAMES.values() else _OTHER_NAMES.get(name, _PREFIX + name.upper())
 
 
 def _problem(kind: str, message: str) -> str:

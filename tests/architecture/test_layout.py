@@ -89,7 +89,13 @@ def test_one_distribution_ships_every_package_and_the_command(tmp_path: Path) ->
         sources = committed(f"{folder}/{package}/**/*.py", f"{folder}/{package}/*.py")
         shipped = {f"{package}/{path.relative_to(ROOT / folder / package)}" for path in sources}
         assert shipped - set(names) == set()
-    assert set(metadata.get_all("Provides-Extra", [])) == {"operator", "engine", "cli", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == {
+        "operator",
+        "engine",
+        "tracing",
+        "cli",
+        "dev",
+    }
 
 
 def test_the_operator_needs_no_torch() -> None:

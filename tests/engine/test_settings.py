@@ -41,6 +41,7 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str)
     ("name", "value"),
     [
         ("TIDEGATE_POOL", "main"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4318"),
         ("TIDEGATE_REDIS_URL", "http://redis"),
         ("TIDEGATE_VERIFY_KEY", "not base64!"),
         ("TIDEGATE_VERIFY_KEY", base64.b64encode(bytes(31)).decode()),
@@ -117,7 +118,7 @@ def test_settings_that_contradict_each_other_are_refused(
 
 def test_the_documentation_lists_every_variable_with_its_default() -> None:
     text = (Path(__file__).parents[2] / "docs/engine-settings.md").read_text()
-    listed = re.findall(r"^\| `(TIDEGATE_\w+)` \| (\S+)[^|]* \| \S.* \|$", text, re.MULTILINE)
+    listed = re.findall(r"^\| `([A-Z_]+)` \| (\S+)[^|]* \| \S.* \|$", text, re.MULTILINE)
     assert listed == [
         (variable_of(name), described_default(field))
         for name, field in Settings.model_fields.items()

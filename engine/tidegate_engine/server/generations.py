@@ -27,6 +27,7 @@ from tidegate_engine.server.errors import (
 )
 from tidegate_engine.server.generation import Choice, Generation
 from tidegate_engine.server.request_id import is_named
+from tidegate_engine.server.request_trace import RequestTrace
 from tidegate_engine.service_levels import ServiceLevels
 
 STALLED_SECONDS = 2.0
@@ -101,6 +102,8 @@ class Generations:
             self._metrics.observe_length("prompt", num_tokens, at=generation.arrived_at)
             # Known before it is submitted: its first token may come before our answer does.
             self._by_request[request.request_id] = generation.live[index] = choice
+        if (trace := generation.trace) is not None:
+            trace.follower.begin(trace, (request.request_id for request in requests))
         for request in requests:
             self._engine.submit(request).add_done_callback(
                 # In the engine's thread, and so in order with what its steps tell.
@@ -121,9 +124,11 @@ class Generations:
         for choice in list(generation.live.values()):
             self._engine.cancel(choice.request_id, cause)
             self._close(choice, ended_at=None, cause=cause)
-        self._by_id.pop(generation.generation_id, None)
+        has_ended = self._by_id.pop(generation.generation_id, None) is not None
         if not self._by_id:
             self._idle.set()
+        if has_ended and (trace := generation.trace) is not None:
+            self._end_trace(trace, generation)
 
     async def cancel(self, generation_id: str, *, tenant: str) -> bool:
         """Cancel a generation of `tenant` by its id; it has left the engine on return.
@@ -248,11 +253,25 @@ class Generations:
             self._close(choice, ended_at=None, cause=cause)
         generation.fail(error)
 
+    def _end_trace(self, trace: RequestTrace, generation: Generation) -> None:
+        # Of a prompt's choices the first tells what was cached: others find what it has computed.
+        trace.cached_tokens = sum(
+            num_tokens
+            for index, num_tokens in generation.cached_tokens.items()
+            if index % trace.choices_per_prompt == 0
+        )
+        trace.output_tokens = sum(generation.num_outputs.values())
+        if generation.error is not None:
+            trace.fail(generation.error)
+        trace.follower.end(trace)
+
     def _close(self, choice: Choice, *, ended_at: float | None, cause: CancelCause | None) -> None:
         """Forget a choice that is complete, or was taken out for a cause."""
         del self._by_request[choice.request_id]
         del choice.generation.live[choice.index]
         generation = choice.generation
+        if (trace := generation.trace) is not None:
+            trace.follower.close(choice.request_id, ended_at=ended_at, cause=cause)
         has_begun = choice.last_token_at is not None
         self._levels.note_end(generation.tenant, choice.pace, cause, has_begun=has_begun)
         if ended_at is not None:

@@ -23,6 +23,7 @@ from tidegate_engine.server.generation import MAX_UNREAD_EVENTS
 from tidegate_engine.server.generations import Generations
 from tidegate_engine.server.identity import Identities
 from tidegate_engine.server.rate_gate import RateGate
+from tidegate_engine.server.request_trace import RequestTrace, RequestTraces
 from tidegate_engine.server.served_model import ServedModel
 from tidegate_engine.server.shared_call import SharedCall
 from tidegate_engine.service_levels import ServiceLevels
@@ -41,6 +42,7 @@ class Service:
         count: What is in the engine, at the next step boundary or as of the last count.
         max_waiting: Most requests queued in the engine.
         max_unread_events: Tokens of one generation that its client may leave unread.
+        traces: Follows requests for who wants their traces; None = nobody does.
         stopped: Set when the engine's thread has ended.
         clock: The engine's clock.
         wall_clock: Seconds since the epoch; for people only.
@@ -58,6 +60,7 @@ class Service:
     model: ServedModel
     max_waiting: int
     max_unread_events: int
+    traces: RequestTraces | None
     stopped: asyncio.Event
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
@@ -87,7 +90,7 @@ class Service:
         return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def assemble(
+def assemble(  # noqa: PLR0913 - parts by name
     *,
     pool: str,
     scheduler: StepScheduler,
@@ -97,6 +100,7 @@ def assemble(
     clock: Callable[[], float],
     max_waiting: int,
     max_unread_events: int = MAX_UNREAD_EVENTS,
+    export_trace: Callable[[RequestTrace], None] | None = None,
 ) -> Service:
     """Wire an engine to the running event loop; its thread isn't started yet.
 
@@ -109,6 +113,7 @@ def assemble(
         clock: Monotonic, in seconds.
         max_waiting: Most requests queued in the engine, as `scheduler` has it.
         max_unread_events: Tokens of one generation that its client may leave unread.
+        export_trace: Gets every request that has ended; None = requests aren't traced.
     """
     bridge = EngineBridge(asyncio.get_running_loop())
     engine = EngineLoop(scheduler=scheduler, executor=executor, listener=bridge, clock=clock)
@@ -130,10 +135,14 @@ def assemble(
         model=model,
         max_waiting=max_waiting,
         max_unread_events=max_unread_events,
+        traces=None if export_trace is None else RequestTraces(export_trace, clock=clock),
         stopped=asyncio.Event(),
         clock=clock,
         wall_clock=time.time,
     )
+    if service.traces is not None:
+        # Before others end what a step has completed.
+        bridge.on_step.append(service.traces.take_step)
     bridge.on_step += [
         metrics.observe_step,
         decisions.take_step,
