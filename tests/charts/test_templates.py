@@ -106,6 +106,23 @@ def test_engines_are_given_the_time_that_they_drain_for(helm: Helm) -> None:
     assert spec["terminationGracePeriodSeconds"] > 90 + 7
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "port"),
+    [("http://collector:4318", 4318), ("https://a.b/v", 443), ("http://a.b", 80)],
+)
+def test_engines_send_traces_where_they_are_told_and_the_network_lets_them(
+    helm: Helm, endpoint: str, port: int
+) -> None:
+    values = {"enginePools": [{"name": "chat"}], "tracing": {"endpoint": endpoint}}
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT" not in str(helm.render(values={**values, "tracing": {}}))
+    objects = helm.render(values={**values, "networkPolicy": {"enabled": True}})
+    engine = only(objects, "Deployment", "tidegate-engine-chat")["spec"]["template"]["spec"]
+    env = {entry["name"]: entry.get("value") for entry in engine["containers"][0]["env"]}
+    assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == endpoint
+    egress = only(objects, "NetworkPolicy", "tidegate-engine")["spec"]["egress"]
+    assert {"ports": [{"port": port}]} in egress
+
+
 def test_pods_are_replaced_one_after_the_other_and_leave_their_service_before_they_end(
     helm: Helm,
 ) -> None:
