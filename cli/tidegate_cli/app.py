@@ -7,23 +7,13 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from tidegate_cli.bench.batching import BatchingSettings, run_batching
-from tidegate_cli.bench.cancel import CancelSettings, run_cancel
-from tidegate_cli.bench.engine import EngineSettings, run_engine_bench
-from tidegate_cli.bench.isolation import IsolationSettings, run_isolation
-from tidegate_cli.bench.isolation_policy import SideName
-from tidegate_cli.bench.preemption import PreemptionSettings, run_preemption
-from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
-from tidegate_cli.bench.scheduler import SchedulerSettings, run_scheduler
+from tidegate_cli.bench.isolation_side import SideName
 from tidegate_cli.console.command import add_console
-from tidegate_cli.demo import DemoSettings, run_demo
 from tidegate_cli.insight import add_insight
-from tidegate_cli.local import LocalSettings
-from tidegate_cli.report import TABLE_WIDTH
 from tidegate_cli.running import compute_to_end, run_to_end
-from tidegate_cli.up import stay_up
 from tidegate_devcluster.progress import to_stderr
-from tidegate_operator.crds import crd_files, write_crds
+
+# Commands import what they need when they run: all of it together takes seconds.
 
 JsonFile = Annotated[
     Path | None,
@@ -53,6 +43,9 @@ def up(
     ] = False,
 ) -> None:
     """Run everything on this machine, with sample policies, until Ctrl-C."""
+    from tidegate_cli.local import LocalSettings
+    from tidegate_cli.up import stay_up
+
     local = LocalSettings(replicas=replicas, executor="simulated" if simulated else "torch")
     run_to_end(stay_up(_console(), local=local, progress=to_stderr), interrupted=0)
 
@@ -60,6 +53,8 @@ def up(
 @app.command()
 def demo(json_file: JsonFile = None, quick: Quick = False) -> None:
     """Show a policy change take effect under recorded traffic; ends by itself."""
+    from tidegate_cli.demo import DemoSettings, run_demo
+
     settings = DemoSettings.quick() if quick else DemoSettings()
     run_to_end(run_demo(_console(), settings=settings, progress=to_stderr, json_file=json_file))
 
@@ -71,6 +66,8 @@ def crds(
     ] = None,
 ) -> None:
     """Print the custom resource definitions, for `kubectl apply --server-side -f -`."""
+    from tidegate_operator.crds import crd_files, write_crds
+
     if directory is not None:
         write_crds(directory)
     else:
@@ -89,6 +86,8 @@ def propagation(  # noqa: PLR0917 - typer passes options by name
     quick: Quick = False,
 ) -> None:
     """Measure the time from a change in the API to every engine, and the operator's needs."""
+    from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
+
     settings = PropagationSettings(policies=policies, engines=engines, changes=changes, seed=seed)
     if quick:
         settings = settings.quick()
@@ -116,6 +115,8 @@ def batching(  # noqa: PLR0917 - typer passes options by name
     quick: Quick = False,
 ) -> None:
     """Compare continuous batching with static and bucketed, on a simulated H100."""
+    from tidegate_cli.bench.batching import BatchingSettings, run_batching
+
     settings = BatchingSettings(traces=traces, seed=seed)
     if quick:
         settings = settings.quick()
@@ -151,6 +152,8 @@ def engine(  # noqa: PLR0917 - typer passes options by name
     quick: Quick = False,
 ) -> None:
     """Measure an engine under load over HTTP: throughput, latencies, what they are of the bound."""
+    from tidegate_cli.bench.engine import EngineSettings, run_engine_bench
+
     settings = EngineSettings(
         dtype=dtype,
         quantization=quantization,
@@ -193,6 +196,8 @@ def isolation(  # noqa: PLR0917 - typer passes options by name
     quick: Quick = False,
 ) -> None:
     """Measure what one tenant notices of the others, under our policy and under plainer ones."""
+    from tidegate_cli.bench.isolation import IsolationSettings, run_isolation
+
     settings = replace(IsolationSettings.of_fleet(fleet), traces=traces, seed=seed)
     if side:
         settings = replace(settings, sides=tuple(dict.fromkeys(side)))
@@ -216,6 +221,8 @@ def cancel(
     quick: Quick = False,
 ) -> None:
     """Measure the time from a client that leaves to its KV free, on the real model."""
+    from tidegate_cli.bench.cancel import CancelSettings, run_cancel
+
     settings = CancelSettings(seed=seed)
     if quick:
         settings = settings.quick()
@@ -231,6 +238,8 @@ def preemption(
     quick: Quick = False,
 ) -> None:
     """Compare preemption by swap with recompute, on this machine with SmolLM2."""
+    from tidegate_cli.bench.preemption import PreemptionSettings, run_preemption
+
     settings = PreemptionSettings(seed=seed)
     if quick:
         settings = settings.quick()
@@ -248,6 +257,8 @@ def scheduler(
     quick: Quick = False,
 ) -> None:
     """Time the scheduler alone: a step, a cancel, a policy."""
+    from tidegate_cli.bench.scheduler import SchedulerSettings, run_scheduler
+
     settings = SchedulerSettings(seed=seed)
     if quick:
         settings = settings.quick()
@@ -259,6 +270,8 @@ def scheduler(
 
 
 def _console() -> Console:
+    from tidegate_cli.report import TABLE_WIDTH
+
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     return console

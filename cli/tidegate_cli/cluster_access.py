@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ from kubernetes.aio.config import (
 )
 
 from tidegate_cli.errors import CommandError
+from tidegate_cli.place import Place
 from tidegate_operator.explanations import AUDIENCE, TOKEN_HEADER
 from tidegate_operator.kube import CUSTOM, ApiError, KubeApi
 from tidegate_operator.resources import Resource
-
-OPERATOR = "tidegate/tidegate-operator:explain"
-"""Namespace, Service and port of an operator that was installed as the guide says."""
 
 TOKEN_SECONDS = 600
 """How long a token for the operator is good; the API server gives none for less."""
@@ -34,23 +31,6 @@ _PROBLEMS = (aiohttp.ClientError, TimeoutError, OSError)
 
 class ClusterError(CommandError):
     """The cluster can't be asked, or refuses; the message says what is missing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a command looks.
-
-    Attributes:
-        kubeconfig: None = as kubectl finds it.
-        context: Of the kubeconfig; None = its current one.
-        namespace: None = that of the context.
-        operator: `NAMESPACE/SERVICE:PORT`, or the URL of one that runs outside the cluster.
-    """
-
-    kubeconfig: Path | None = None
-    context: str | None = None
-    namespace: str | None = None
-    operator: str = OPERATOR
 
 
 class Cluster:

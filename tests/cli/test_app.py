@@ -1,6 +1,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,26 @@ def test_without_arguments_the_commands_are_listed(runner: CliRunner) -> None:
     result = runner.invoke(app, [])
 
     assert all(name in result.output for name in ("up", "demo", "bench", "crds"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["status", "--help"], ["bench", "--help"], ["console", "--help"]],
+    ids=" ".join,
+)
+def test_help_comes_without_what_commands_need_to_run(arguments: list[str]) -> None:
+    program = (
+        "import sys\n"
+        "from tidegate_cli.app import app\n"
+        f"app({arguments}, standalone_mode=False)\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "Usage" in done.stdout
+    loaded = set(done.stderr.split())
+    assert not loaded & {"torch", "numpy", "kubernetes", "aiohttp", "fastapi", "openai", "nicegui"}
+    own = {name for name in loaded if name.startswith(("tidegate_engine", "tidegate_operator"))}
+    benches = {name for name in loaded if name.startswith("tidegate_cli.bench.")}
+    assert (own, benches) == (set(), {"tidegate_cli.bench.isolation_side"})

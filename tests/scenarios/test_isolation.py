@@ -12,7 +12,8 @@ from tidegate_cli.bench.isolation_fleet import FleetShape
 from tidegate_cli.bench.isolation_honouring import OVERLOAD, HonouringClients
 from tidegate_cli.bench.isolation_load import SILVER, Label, Traffic
 from tidegate_cli.bench.isolation_plan import overloaded, shedding
-from tidegate_cli.bench.isolation_policy import TIDEGATE, SideName, side_of
+from tidegate_cli.bench.isolation_policy import side_of
+from tidegate_cli.bench.isolation_side import TIDEGATE, SideName
 from tidegate_cli.bench.isolation_simulated import SCALE as SIMULATED_SCALE
 from tidegate_cli.bench.isolation_simulated import SimulatedGround
 

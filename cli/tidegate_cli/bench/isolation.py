@@ -29,8 +29,9 @@ from tidegate_cli.bench.isolation_plan import (
     overloaded,
     shedding,
 )
-from tidegate_cli.bench.isolation_policy import TIDEGATE, Side, SideName, side_of
+from tidegate_cli.bench.isolation_policy import Side, side_of
 from tidegate_cli.bench.isolation_report import IsolationFigures, print_figures
+from tidegate_cli.bench.isolation_side import TIDEGATE, SideName
 from tidegate_cli.bench.isolation_simulated import SCALE, SimulatedGround
 from tidegate_cli.bench.isolation_torch import SCALE as TORCH_SCALE
 from tidegate_cli.bench.isolation_torch import shortened, torch_ground

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from tidegate_cli.bench.isolation_fleet import FleetShape, SimulatedFleet
 from tidegate_cli.bench.isolation_load import PATIENCE, Label, Planned, Traffic
-from tidegate_cli.bench.isolation_policy import TIDEGATE, side_of
+from tidegate_cli.bench.isolation_policy import side_of
+from tidegate_cli.bench.isolation_side import TIDEGATE
 from tidegate_engine.core.request import Rejection
 from tidegate_engine.server.errors import MAX_RETRY_SECONDS, from_rejection
 

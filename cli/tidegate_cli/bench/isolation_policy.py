@@ -5,28 +5,12 @@ So all have chunked prefill, the prefix cache and the same KV: what differs is w
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from tidegate_cli.bench.engine_policy import POOL
 from tidegate_cli.bench.isolation_load import BRONZE, TIER_VALUES, Label
+from tidegate_cli.bench.isolation_side import FCFS, PRIORITY, SideName
 from tidegate_policies.rules import PreemptionRule, ServiceRule, TenantRule, TierRule, WatermarkRule
 from tidegate_policies.snapshot import PolicySnapshot
-
-
-class SideName(StrEnum):
-    """How everybody is served.
-
-    TIDEGATE: by tiers, weights and targets, with shedding and preemption. FCFS: everybody is one
-    tenant, in order of arrival. PRIORITY: a tenant for each tier, after all higher ones, in order
-    of arrival; nobody is ever taken out.
-    """
-
-    TIDEGATE = "tidegate"
-    FCFS = "fcfs"
-    PRIORITY = "priority"
-
-
-TIDEGATE, FCFS, PRIORITY = SideName
 
 BRONZE_PERCENT = 10
 """Of the service, kept for bronze while it has work."""

@@ -14,7 +14,7 @@ from tidegate_cli.bench.figures import quantiles
 from tidegate_cli.bench.isolation_figures import End, Run, Targets, p99, share_errors
 from tidegate_cli.bench.isolation_honouring import Honouring
 from tidegate_cli.bench.isolation_load import PATIENCE, SILVER, Label
-from tidegate_cli.bench.isolation_policy import FCFS, PRIORITY, TIDEGATE
+from tidegate_cli.bench.isolation_side import FCFS, PRIORITY, TIDEGATE
 from tidegate_cli.percentiles import percentile
 
 ALONE = "gold alone"

@@ -9,7 +9,8 @@ from tidegate_cli.bench.isolation_figures import End, Experience, Run
 from tidegate_cli.bench.isolation_fleet import FleetShape, SimulatedFleet
 from tidegate_cli.bench.isolation_load import Planned, Traffic
 from tidegate_cli.bench.isolation_plan import Scale, gold_of
-from tidegate_cli.bench.isolation_policy import FCFS, Side, side_of
+from tidegate_cli.bench.isolation_policy import Side, side_of
+from tidegate_cli.bench.isolation_side import FCFS
 from tidegate_engine.replay.log import Outcome, RequestTrace
 
 _FLOOD = 64

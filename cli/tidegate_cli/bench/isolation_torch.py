@@ -13,7 +13,8 @@ from tidegate_cli.bench.isolation_client import Clients
 from tidegate_cli.bench.isolation_figures import Run
 from tidegate_cli.bench.isolation_load import Planned, Traffic
 from tidegate_cli.bench.isolation_plan import Scale, gold_of
-from tidegate_cli.bench.isolation_policy import FCFS, Side, side_of
+from tidegate_cli.bench.isolation_policy import Side, side_of
+from tidegate_cli.bench.isolation_side import FCFS
 from tidegate_cli.engine_metrics import EngineMetrics, TenantTotals
 from tidegate_cli.errors import NotReadyError
 from tidegate_cli.traces import TraceRequest

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from tidegate_cli.cluster_access import OPERATOR
+from tidegate_cli.place import OPERATOR
 from tidegate_cli.running import run_to_end
 
 MIN_TOKEN_CHARACTERS = 16

@@ -4,8 +4,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from tidegate_cli.cluster_access import ClusterError, Place, opened
+from tidegate_cli.cluster_access import ClusterError, opened
 from tidegate_cli.console.requests import Json
+from tidegate_cli.place import Place
 from tidegate_cli.request_view import explain_request
 
 Explain = Callable[[str], Awaitable[Sequence[Json]]]

@@ -16,12 +16,12 @@ from nicegui import ui
 from redis.asyncio import Redis
 from rich.console import Console
 
-from tidegate_cli.cluster_access import OPERATOR
 from tidegate_cli.console.explain import Explain, RequestLookup
 from tidegate_cli.console.gate import PARAMETER, Gate, is_loopback
 from tidegate_cli.console.pages import build_pages
 from tidegate_cli.console.watch import FleetWatch
 from tidegate_cli.errors import CommandError
+from tidegate_cli.place import OPERATOR
 
 TOKEN_BYTES = 24
 REDIS_TIMEOUT_SECONDS = 5.0

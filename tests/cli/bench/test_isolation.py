@@ -17,8 +17,8 @@ from tidegate_cli.bench.isolation import (
 )
 from tidegate_cli.bench.isolation_fleet import FleetShape
 from tidegate_cli.bench.isolation_load import Traffic
-from tidegate_cli.bench.isolation_policy import FCFS, TIDEGATE, SideName
 from tidegate_cli.bench.isolation_report import IsolationFigures
+from tidegate_cli.bench.isolation_side import FCFS, TIDEGATE, SideName
 from tidegate_cli.bench.isolation_simulated import SimulatedGround
 from tidegate_cli.bench.isolation_torch import shortened
 

@@ -1,7 +1,8 @@
 import pytest
 
 from tidegate_cli.bench.isolation_plan import overloaded
-from tidegate_cli.bench.isolation_policy import FCFS, PRIORITY, TIDEGATE, SideName, side_of
+from tidegate_cli.bench.isolation_policy import side_of
+from tidegate_cli.bench.isolation_side import FCFS, PRIORITY, TIDEGATE, SideName
 from tidegate_cli.bench.isolation_simulated import SCALE
 
 LABELS = overloaded(SCALE)
