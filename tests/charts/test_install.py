@@ -245,7 +245,7 @@ def clients(cluster: RunningCluster) -> Iterator[list[str]]:
         What failed, to be looked at after the block.
     """
     engines = f"http://{cluster.address(NAMESPACE, 'tidegate-engine-chat')}"
-    operators = f"http://{cluster.address(NAMESPACE, 'tidegate-operator')}/metrics"
+    operators = f"http://{cluster.address(NAMESPACE, 'tidegate-operator', 'metrics')}/metrics"
     failed: list[str] = []
     ended = threading.Event()
 

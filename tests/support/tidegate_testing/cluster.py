@@ -149,11 +149,11 @@ class RunningCluster:
         """Runs the coroutine in the cluster's event loop and returns its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    def address(self, namespace: str, service: str) -> str:
+    def address(self, namespace: str, service: str, port: str | None = None) -> str:
         """Returns "127.0.0.1:PORT" of the Service, see ServiceProxy.address."""
 
         async def ask() -> str:
-            return self.cluster.proxy.address(namespace, service)
+            return self.cluster.proxy.address(namespace, service, port)
 
         return self.call(ask())
 
