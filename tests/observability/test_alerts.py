@@ -15,7 +15,7 @@ from tidegate_testing.prometheus import promtool
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RULES = ROOT / "charts/tidegate/files/rules.yaml"
-CASES = [HERE / "alerts.yaml", HERE / "alerts_of_days.yaml"]
+CASES = sorted(HERE.glob("alerts*.yaml"))
 RUNBOOKS = ROOT / "docs/runbooks"
 
 GROUPS = yaml.safe_load(RULES.read_text())["groups"]
