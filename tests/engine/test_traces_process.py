@@ -142,7 +142,7 @@ def test_a_caller_that_does_not_sample_gets_no_spans_and_a_broken_parent_a_trace
 def test_a_request_that_is_taken_out_has_a_span_for_it_and_decodes_before_and_after(
     engine: EngineProcess, receiver: OtlpReceiver
 ) -> None:
-    with a_raw_request(engine.port, tenant="batch", stream=True, max_tokens=30) as reader:
+    with a_raw_request(engine.port, tenant="batch", stream=True, max_tokens=300) as reader:
         assert reader.recv(1)
         assert ask(engine, headers={}, prompt="Hello", n=2).is_success
         gold, batch = the_roots(receiver, 2)
