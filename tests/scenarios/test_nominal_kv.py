@@ -243,3 +243,35 @@ def test_alternating_bursts_are_no_ping_pong(
     assert len(engine.preempted()) <= engine.log.output_tokens / 200
     if prompt == 320:
         assert Reason.RECLAIMED in {decision.reason for decision in engine.preempted()}
+
+
+def test_what_is_taken_back_while_copies_leave_counts_as_reclaimed() -> None:
+    swaps = PreemptionRule(mode=PreemptionMode.SWAP, min_quantum_tokens=0)
+    policy = a_snapshot(
+        a_tenant("owner", tier="middle", kv_nominal_percent=40),
+        # Once its copy has left, one block that it owns is kept from the others.
+        a_tenant(
+            "leaver", tier="low", kv_nominal_percent=5, kv_lendable_percent=50, preemption=swaps
+        ),
+        a_tenant("borrower", tier="high", preemption=swaps),
+        tiers=TIERS,
+        watermarks=WIDE,
+        kv_estimate=KvEstimate.OPTIMISTIC,
+    )
+    slow = AffineCost(ExecutorCosts(swap_block_seconds=0.1))
+    engine = a_simulation(policy, blocks=24, host_blocks=24, cost=slow)
+    engine.arrive("old", tenant="borrower", blocks=8)
+    engine.arrive("new", tenant="borrower", blocks=7)
+    engine.arrive("leaving", tenant="leaver", blocks=7)
+    engine.steps(2)
+    engine.arrive("first", tenant="owner", blocks=5, output=4)
+    engine.step()
+    assert [d.request_id for d in engine.preempted()] == ["leaving"]
+    engine.cancel("first")
+    engine.arrive("second", tenant="owner", blocks=9, output=4)
+    engine.step()
+
+    assert [(d.tenant, d.reason) for d in engine.preempted()] == [
+        ("leaver", Reason.RECLAIMED),
+        ("borrower", Reason.RECLAIMED),
+    ]

@@ -286,8 +286,8 @@ class Preemptor:
         memory, tenant = self._memory, wish.seq.tenant
         if not (wish.is_within_nominal and tenant.rule.preemption.reclaims):
             return False
-        free = memory.free_in_time(wish.seq)
-        return not memory.ledger.can_take(tenant.name, wish.blocks, free=free)
+        free, in_time = memory.free_in_time(wish.seq), memory.what_if({})
+        return not in_time.can_take(tenant.name, wish.blocks, free=free)
 
     def _press(self) -> None:
         """Note that the pool ran short: admission had counted on room that was needed."""
