@@ -154,7 +154,7 @@ class SchedulerStats:
         kv_cached_blocks: Blocks nobody holds, kept for the prefix cache; they count as free.
         swap_out_blocks: Blocks moved to the host since the start.
         swap_in_blocks: Blocks moved back since the start.
-        gone: Totals of tenants that are no longer known.
+        gone: Totals of tenants that are no longer known, and the blocks that copies hold of theirs.
         accounts: Each tenant in each of its tiers.
         arrivals: Requests that were let in to queue: at any time the sum of those waiting, running
             and swapped, finished, cancelled and expired, over all tenants and `gone`.

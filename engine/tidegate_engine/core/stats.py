@@ -40,7 +40,7 @@ def describe(
         kv_seconds=memory.payers.clock.block_microseconds / MICROSECONDS,
         block_size=memory.pool.block_size,
         waiting_tokens=sum(tenant.queue.num_tokens for tenant in tenants),
-        gone=TenantStats(**_grown(tenants.gone, memory)),
+        gone=TenantStats(kv_used_blocks=tenants.gone.held.blocks, **_grown(tenants.gone, memory)),
         tenants={
             name: _describe_tenant(own, memory, stop_seconds.get(name))
             for name, own in tenants.own.items()

@@ -86,7 +86,10 @@ def test_the_same_policy_again_changes_no_plan(seed: int) -> None:
 
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(604561, id="whom a victim makes way for had its prefix in common with it")],
+    [
+        pytest.param(604561, id="whom a victim makes way for had its prefix in common with it"),
+        pytest.param(804250, id="a copy in flight is the last of a tenant that is gone"),
+    ],
 )
 def test_a_run_that_once_broke_an_invariant_does_no_more(seed: int) -> None:
     RandomDriver(seed, given=(), drawn=ANY, checks_books=True).run(80)

@@ -177,7 +177,8 @@ class Books:
         host = {block for seen in live for block in seen.host}
         host |= {block for _, copy, _ in flights for block in copy.host_blocks}
         require(stats.host_used_blocks == len(host), Invariant.HOST, stats.host_used_blocks, host)
-        by_tenant = sum(tenant.kv_used_blocks for tenant in stats.tenants.values())
+        every = (*stats.tenants.values(), stats.gone)
+        by_tenant = sum(tenant.kv_used_blocks for tenant in every)
         # Whoever holds a block pays for it, also where others hold it, too.
         moving = [flight.seen for flight in flights]
         is_shared = sum(seen.has_shared for seen in (*live, *moving)) > 1
