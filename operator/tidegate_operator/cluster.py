@@ -84,7 +84,7 @@ class ClusterView:
         """The policies that refer to each pool, oldest first; the pool may not exist."""
         found: dict[str, list[TenantPolicy]] = {}
         for policy in sorted(self.policies.values(), key=lambda p: p.metadata.seniority):
-            for pool in dict.fromkeys(pool_keys(policy)):
+            for pool in pool_keys(policy):
                 found.setdefault(pool, []).append(policy)
         return {pool: tuple(policies) for pool, policies in found.items()}
 

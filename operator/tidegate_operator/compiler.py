@@ -12,8 +12,6 @@ from typing import TypeGuard
 from tidegate_operator.cluster import ClusterView
 from tidegate_operator.references import (
     References,
-    forbidden_tiers,
-    misplaced_tiers,
     policy_references,
     pool_references,
     reference_surroundings,
@@ -62,7 +60,9 @@ class PolicyVerdict:
     @property
     def is_in_force(self) -> bool:
         """Whether the snapshot holds a rule for the policy."""
-        return not any(f.reason in OUT_OF_FORCE and not f.is_partial for f in self.flaws)
+        return not self.flaws or not any(
+            flaw.reason in OUT_OF_FORCE and not flaw.is_partial for flaw in self.flaws
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def _judge(view: ClusterView, pool: EnginePool, candidates: Sequence[Candidate])
         found = _reserved_name(tenant)
         if not allowed[policy.metadata.namespace]:
             found.append(_namespace_flaw(pool, policy))
-        found += forbidden_tiers(view, policy)
+        found += one.references.forbidden
         if not found and (owner := owners.get(tenant)) is not None:
             message = f"tenant {tenant!r} belongs to the older TenantPolicy {owner!r}"
             found = [Flaw(Reason.TENANT_CONFLICT, f"pool {_name(pool)!r}: {message}")]
@@ -245,7 +245,7 @@ def _judge(view: ClusterView, pool: EnginePool, candidates: Sequence[Candidate])
     _judge_quotas(pool, remaining, flaws)
     _judge_keys(pool, remaining, flaws)
     for one in remaining:
-        if misplaced := [*misplaced_tiers(view, one.policy, own=one.references.tier)]:
+        if misplaced := one.references.misplaced:
             flaws.setdefault(one.key, []).extend(misplaced)
     return flaws
 
@@ -352,27 +352,19 @@ def _tenant_rules(
 ) -> Iterator[TenantRule]:
     count = Counter(digest for one in candidates for digest in one.references.key_digests)
     for one in candidates:
-        found = one.references
-        has_quota = all(f.reason != Reason.QUOTA_OVERSUBSCRIBED for f in flaws.get(one.key, ()))
-        key_digests = tuple(digest for digest in found.key_digests if count[digest] == 1)
-        if _has_same(before, one):
-            old = before.snapshot.tenant_rules.get(one.policy.tenant)
-            nominal = one.policy.spec.kv.nominal_percent if has_quota else 0
-            if (
-                old is not None
-                and old.policy == one.key
-                and (old.kv_nominal_percent, old.key_digests) == (nominal, key_digests)
-            ):
-                yield old
-                continue
+        found = flaws.get(one.key, ())
+        if not found and _has_same(before, one) and not before.verdicts[one.key].flaws:
+            yield before.snapshot.tenant_rules[one.policy.tenant]
+            continue
+        references = one.references
         yield tenant_rule(
             one.policy,
-            tier=found.tier.name,
-            allowed_tiers=[tier.name for tier in found.allowed_tiers],
-            preemption=found.preemption,
-            service=found.service,
-            key_digests=key_digests,
-            has_quota=has_quota,
+            tier=references.tier.name,
+            allowed_tiers=[tier.name for tier in references.allowed_tiers],
+            preemption=references.preemption,
+            service=references.service,
+            key_digests=[digest for digest in references.key_digests if count[digest] == 1],
+            has_quota=all(flaw.reason != Reason.QUOTA_OVERSUBSCRIBED for flaw in found),
         )
 
 

@@ -3,8 +3,8 @@
 Everything here is the same in every pool of a policy, so that it is looked up once.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 from tidegate_operator.cluster import ClusterView, pool_keys
 from tidegate_operator.resources import EnginePool, SecretKeyRef, TenantPolicy
@@ -18,6 +18,10 @@ IMPLICIT_TIER = TierRule(name="_default", value=0)
 No PriorityTier can have the name: Kubernetes allows no underscore in it.
 """
 
+# Thousands of policies share them.
+_PLAIN_PREEMPTION = PreemptionRule()
+_NO_SERVICE_LEVEL = ServiceRule()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class References:
@@ -30,14 +34,18 @@ class References:
         service: Likewise.
         key_digests: SHA-256 (hex) of the API keys that could be read, sorted.
         missing: One flaw per reference that leads nowhere.
+        forbidden: One flaw per tier that its namespace may not use.
+        misplaced: One flaw per tier that it allows and that isn't below its own.
     """
 
     tier: TierRule
     allowed_tiers: tuple[TierRule, ...] = ()
-    preemption: PreemptionRule = field(default_factory=PreemptionRule)
-    service: ServiceRule = field(default_factory=ServiceRule)
+    preemption: PreemptionRule = _PLAIN_PREEMPTION
+    service: ServiceRule = _NO_SERVICE_LEVEL
     key_digests: tuple[str, ...] = ()
     missing: tuple[Flaw, ...] = ()
+    forbidden: tuple[Flaw, ...] = ()
+    misplaced: tuple[Flaw, ...] = ()
 
 
 def default_tier(view: ClusterView) -> TierRule:
@@ -47,15 +55,21 @@ def default_tier(view: ClusterView) -> TierRule:
 
 def policy_references(view: ClusterView, policy: TenantPolicy) -> References:
     """Look up everything that `policy` refers to."""
-    digests = (_key_digest(view, policy, ref) for ref in policy.spec.api_key_secret_refs)
     tier = _tier_or_default(view, policy.spec.priority_tier)
+    named = _named_tiers(view, policy)
+    keys = [_key_digest(view, policy, ref) for ref in policy.spec.api_key_secret_refs]
     return References(
         tier=tier,
-        allowed_tiers=tuple(t for t in _named_tiers(view, policy) if t.value < tier.value),
+        allowed_tiers=tuple(t for t in named if t.value < tier.value),
         preemption=_preemption(view, policy),
         service=_service(view, policy),
-        key_digests=tuple(sorted({digest for digest in digests if isinstance(digest, str)})),
-        missing=tuple(_missing_of_policy(view, policy)),
+        key_digests=tuple(sorted({key for key in keys if isinstance(key, str)})),
+        missing=(
+            *_missing_of_policy(view, policy),
+            *(key for key in keys if isinstance(key, Flaw)),
+        ),
+        forbidden=tuple(_forbidden_tiers(view, policy)),
+        misplaced=tuple(_misplaced_tiers(named, own=tier)),
     )
 
 
@@ -67,6 +81,7 @@ def reference_surroundings(view: ClusterView) -> tuple[object, ...]:
         view.preemption_policies,
         view.service_levels,
         view.secrets,
+        view.namespaces,
     )
 
 
@@ -79,7 +94,7 @@ def pool_references(view: ClusterView, pool: EnginePool) -> References:
     )
 
 
-def forbidden_tiers(view: ClusterView, policy: TenantPolicy) -> Iterator[Flaw]:
+def _forbidden_tiers(view: ClusterView, policy: TenantPolicy) -> Iterator[Flaw]:
     """Yield a flaw for each tier that `policy` names and its namespace may not use."""
     namespace = policy.metadata.namespace
     labels = view.namespaces.get(namespace, {})
@@ -96,9 +111,9 @@ def forbidden_tiers(view: ClusterView, policy: TenantPolicy) -> Iterator[Flaw]:
             )
 
 
-def misplaced_tiers(view: ClusterView, policy: TenantPolicy, *, own: TierRule) -> Iterator[Flaw]:
-    """Yield a flaw for each tier that `policy` allows and that isn't below its own."""
-    for tier in _named_tiers(view, policy):
+def _misplaced_tiers(named: Iterable[TierRule], *, own: TierRule) -> Iterator[Flaw]:
+    """Yield a flaw for each named tier that isn't below a policy's own."""
+    for tier in named:
         if tier.value >= own.value:
             yield Flaw(
                 Reason.INVALID,
@@ -140,10 +155,6 @@ def _missing_of_policy(view: ClusterView, policy: TenantPolicy) -> Iterator[Flaw
             f"spec.serviceLevelRef: there is no ServiceLevel {slo.name!r} in namespace"
             f" {namespace!r}; no service level applies",
         )
-    for ref in spec.api_key_secret_refs:
-        digest = _key_digest(view, policy, ref)
-        if isinstance(digest, Flaw):
-            yield digest
 
 
 def _missing_tier(view: ClusterView, where: str, name: str | None) -> Iterator[Flaw]:
@@ -165,7 +176,7 @@ def _preemption(view: ClusterView, policy: TenantPolicy) -> PreemptionRule:
     if spec is None and ref is not None:
         found = view.preemption_policies.get(f"{policy.metadata.namespace}/{ref.name}")
         spec = found.spec if found is not None else None
-    return preemption_rule(spec) if spec is not None else PreemptionRule()
+    return preemption_rule(spec) if spec is not None else _PLAIN_PREEMPTION
 
 
 def _service(view: ClusterView, policy: TenantPolicy) -> ServiceRule:
@@ -173,7 +184,7 @@ def _service(view: ClusterView, policy: TenantPolicy) -> ServiceRule:
     if spec is None and ref is not None:
         found = view.service_levels.get(f"{policy.metadata.namespace}/{ref.name}")
         spec = found.spec if found is not None else None
-    return service_rule(spec) if spec is not None else ServiceRule()
+    return service_rule(spec) if spec is not None else _NO_SERVICE_LEVEL
 
 
 def _key_digest(view: ClusterView, policy: TenantPolicy, ref: SecretKeyRef) -> str | Flaw:

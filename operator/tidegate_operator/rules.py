@@ -4,6 +4,7 @@ Nothing is looked up here, and nothing is compared with other objects.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from tidegate_operator.cluster import PodView
 from tidegate_operator.resources import (
@@ -38,12 +39,16 @@ from tidegate_policies.rules import (
 )
 
 _NO_PROMISE = ServiceRule()
+_NO_LIMIT = RateRule()
+
+# Thousands of policies have the same few tiers.
+_tier_rule = lru_cache(maxsize=1024)(TierRule)
 
 
 def tier_rule(tier: PriorityTier) -> TierRule:
     """Return the rule of a tier, with all of the share that it wants reserved."""
     spec = tier.spec
-    return TierRule(
+    return _tier_rule(
         name=tier.metadata.name,
         value=spec.value,
         reserved_share_percent=spec.reserved_share_percent,
@@ -80,7 +85,7 @@ def service_rule(spec: ServiceLevelSpec) -> ServiceRule:
 def rate_rule(spec: RateLimit | None) -> RateRule:
     """Return what a tenant may use a minute."""
     if spec is None:
-        return RateRule()
+        return _NO_LIMIT
     return RateRule(
         requests_per_minute=spec.requests_per_minute,
         tokens_per_minute=spec.tokens_per_minute,

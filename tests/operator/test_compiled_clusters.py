@@ -34,6 +34,7 @@ policies = st.builds(
         optional={
             "tenant": st.sampled_from(["one", "two", "unknown", "名"]),
             "priorityTier": st.sampled_from(["gold", "gone", "closed"]),
+            "allowedTiers": st.sampled_from([["standard"], ["closed", "gold"], ["gone"]]),
             "weight": st.integers(0, 1_000_000),
             "kv": st.builds(lambda n: {"nominalPercent": n}, st.integers(0, 100)),
             "preemptionPolicyRef": st.sampled_from([{"name": "gentle"}, {"name": "gone"}]),
@@ -95,13 +96,14 @@ def test_any_cluster_compiles_to_what_engines_can_read(found: list[TenantPolicy]
     assert set(compiled.verdicts) == {policy.metadata.qualified_name for policy in found}
 
 
-@given(clusters, clusters, st.booleans(), st.booleans())
+@given(clusters, clusters, st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_what_is_taken_over_from_an_earlier_compile_changes_nothing(
     found: list[TenantPolicy],
     others: list[TenantPolicy],
     has_secrets: bool,  # noqa: FBT001 - as drawn
     has_tiers: bool,  # noqa: FBT001
+    has_labels: bool,  # noqa: FBT001
 ) -> None:
     before = compile_cluster(found)
     # Some objects are the very ones of before, others have the same name and other contents.
@@ -111,6 +113,7 @@ def test_what_is_taken_over_from_an_earlier_compile_changes_nothing(
         *named.values(),
         *(OTHERS if has_tiers else OTHERS[1:]),
         secrets=SECRETS if has_secrets else {},
+        namespaces={"team": {"x": "y"}} if has_labels else {},
     )
     (pool,) = view.pools.values()
 
@@ -129,6 +132,27 @@ def test_only_what_has_changed_is_made_anew() -> None:
     assert [old is new for old, new in rules] == [True, False, True]
     name = "team/tenant-0"
     assert after.candidates[name] is before.candidates[name]
+
+
+def test_what_another_policy_takes_away_and_gives_back_is_not_taken_over() -> None:
+    pool = an_engine_pool()
+    keys = [{"name": "keys", "key": "first"}, {"name": "keys", "key": "second"}]
+    unchanged = a_tenant_policy("new", kv={"nominalPercent": 50}, apiKeySecretRefs=keys)
+    wanting, modest = (
+        a_tenant_policy("old", age=1, kv={"nominalPercent": percent}, apiKeySecretRefs=keys[:own])
+        for percent, own in ((60, 1), (10, 0))
+    )
+    before = None
+
+    for other, nominal, key_digests in (
+        (modest, 50, {KEY, OTHER_KEY}),
+        (wanting, 0, {OTHER_KEY}),
+        (modest, 50, {KEY, OTHER_KEY}),
+    ):
+        view = a_view(pool, unchanged, other, secrets=SECRETS)
+        before = compile_pool(view, pool, before=before)
+        rule = before.snapshot.tenant_rules["team/new"]
+        assert (rule.kv_nominal_percent, set(rule.key_digests)) == (nominal, key_digests)
 
 
 BAD: list[Callable[[], TenantPolicy]] = [

@@ -3,6 +3,7 @@
 import enum
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, GetJsonSchemaHandler
@@ -112,12 +113,12 @@ class ObjectMeta(Model):
     labels: dict[str, str] = {}
     resource_version: str = ""
 
-    @property
+    @cached_property
     def qualified_name(self) -> str:
         """`namespace/name`, or the name alone where the kind is cluster-scoped."""
         return f"{self.namespace}/{self.name}" if self.namespace else self.name
 
-    @property
+    @cached_property
     def seniority(self) -> tuple[datetime, str]:
         """Sort key that puts the oldest object first; objects not stored yet come last."""
         return (self.creation_timestamp or datetime.max.replace(tzinfo=UTC), self.qualified_name)

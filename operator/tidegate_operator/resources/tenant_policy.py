@@ -1,6 +1,7 @@
 """TenantPolicy: what one tenant may use of which pools, and in which order."""
 
 import enum
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -320,7 +321,7 @@ class TenantPolicy(Resource):
         TenantPolicyStatus, Field(description="What the operator found; written by it alone.")
     ] = TenantPolicyStatus()
 
-    @property
+    @cached_property
     def tenant(self) -> str:
         """The tenant's identity in engines and metrics."""
         return self.spec.tenant or self.metadata.qualified_name
