@@ -82,6 +82,8 @@ class StepReport:
         scheduler_seconds: Spent planning and committing.
         batch_size: Rows in the forward pass; 0 = nothing but copies was done, or waited for.
         decode_tokens: Rows that computed a newest output token alone.
+        reading: Requests of the other rows: some of their prompt was computed, or of what they
+            lost when they were taken out.
         decisions: Why requests were admitted, held, preempted or dropped.
         refused: Requests that came since the last report and were not queued.
         admitted: Requests that joined the batch.
@@ -102,6 +104,7 @@ class StepReport:
     batch_size: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    reading: tuple[str, ...] = ()
     decisions: tuple[Decision, ...] = ()
     refused: tuple[Refused, ...] = ()
     admitted: tuple[str, ...] = ()

@@ -242,7 +242,8 @@ class EngineLoop:
         for request_id in failed:
             self._book_drop(request_id, CancelCause.ENGINE_FAILED)
         committed = self._clock()
-        decodes = sum(1 for row in plan.rows if row.is_decode)
+        reading = tuple(row.request_id for row in plan.rows if not row.is_decode)
+        decodes = len(plan.rows) - len(reading)
         report = self._report(plan, times.began, committed)
         self._tell(
             replace(
@@ -252,6 +253,7 @@ class EngineLoop:
                 batch_size=len(plan.rows),
                 prefill_tokens=sum(len(row.token_ids) for row in plan.rows) - decodes,
                 decode_tokens=decodes,
+                reading=reading,
                 outputs=report.outputs + outputs,
                 failed=failed,
                 failure=result.failures[failed[0]] if failed else "",

@@ -171,17 +171,17 @@ def redis_client(settings: Settings) -> Redis:
 
 
 def _trace_exporter(settings: Settings) -> "TraceExporter | None":
-    if not settings.otlp_endpoint:
+    if not settings.traces_url:
         return None
     # An extra of the distribution, which only those need who use it.
     try:
         from tidegate_engine.server.otlp import TraceExporter
     except ModuleNotFoundError as error:
         problem = f"{error}; install tidegate[tracing]"
-        raise StartError(variable_of("otlp_endpoint"), problem) from error
+        raise StartError(variable_of(settings.traces_field), problem) from error
 
     return TraceExporter(
-        settings.otlp_endpoint,
+        settings.traces_url,
         pool=settings.pool,
         pod=settings.pod_name,
         model=settings.model_name,

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -21,7 +22,14 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from tidegate_engine.executor.hardware import GPUS, MODELS
 
 _PREFIX = "TIDEGATE_"
-_OTHER_NAMES = {"otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
+_OTHER_NAMES = {
+    "otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "otlp_traces_endpoint": "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+    "otlp_protocol": "OTEL_EXPORTER_OTLP_PROTOCOL",
+    "otlp_traces_protocol": "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL",
+}
+_OTLP_PROTOCOL = "http/protobuf"
+_GRPC_PORT = 4317
 _KEY_BYTES = 32
 _MIN_TOKEN_CHARS = 16
 _MAX_BLOCK_SIZE = 256
@@ -50,6 +58,14 @@ def _check_key(text: str) -> str:
     if size != _KEY_BYTES:
         raise ValueError(f"must hold {_KEY_BYTES} bytes, has {size}")
     return text
+
+
+def _check_collector(url: str) -> str:
+    if url:
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0:
+            raise ValueError("must be the http:// or https:// URL at which a collector takes OTLP")
+    return url
 
 
 def _one_of(allowed: Collection[str], *, is_optional: bool = False) -> Callable[[str], str]:
@@ -87,6 +103,7 @@ PositiveOrAuto = Annotated[Positive | None, _none_if_auto(1)]
 NumberOrAuto = Annotated[Annotated[int, Field(ge=0)] | None, _none_if_auto(0)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Key = Annotated[str, AfterValidator(_check_key)]
+Collector = Annotated[str, AfterValidator(_check_collector)]
 
 
 class Settings(BaseSettings):
@@ -156,8 +173,11 @@ class Settings(BaseSettings):
         simulated_prefill_token_seconds: Further cost of each prompt token in it.
         simulated_decode_seconds: Further cost of each running request in it.
         log_level: Of the log on standard error.
-        otlp_endpoint: Where traces of requests go, as OTLP over HTTP; by OpenTelemetry's own
-            variable. Without one there are none.
+        otlp_endpoint: Collector to which traces of requests go; by OpenTelemetry's own variables,
+            as all that begin with `otlp`.
+        otlp_traces_endpoint: The same for traces alone, with the path; comes before the other.
+        otlp_protocol: How a collector is spoken to; there is but one that an engine can.
+        otlp_traces_protocol: The same for traces alone; comes before the other.
     """
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, extra="ignore")
@@ -198,10 +218,12 @@ class Settings(BaseSettings):
     simulated_prefill_token_seconds: Annotated[float, Field(ge=0)] = 0.0001
     simulated_decode_seconds: Annotated[float, Field(ge=0)] = 0.0005
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    otlp_endpoint: Annotated[
-        str,
-        Field(pattern="^(https?://.+)?$", validation_alias=_OTHER_NAMES["otlp_endpoint"]),
-    ] = ""
+    otlp_endpoint: Collector = Field("", validation_alias=_OTHER_NAMES["otlp_endpoint"])
+    otlp_traces_endpoint: Collector = Field(
+        "", validation_alias=_OTHER_NAMES["otlp_traces_endpoint"]
+    )
+    otlp_protocol: str = Field("", validation_alias=_OTHER_NAMES["otlp_protocol"])
+    otlp_traces_protocol: str = Field("", validation_alias=_OTHER_NAMES["otlp_traces_protocol"])
 
     @classmethod
     def from_environment(cls) -> "Settings":
@@ -232,6 +254,24 @@ class Settings(BaseSettings):
                 f"must be at least {variable_of('max_num_seqs')} ({self.max_num_seqs}), as every"
                 f" running request computes a token in each step, got {self.max_batched_tokens}",
             )
+        self._check_that_traces_are_sent_by_http()
+
+    def _check_that_traces_are_sent_by_http(self) -> None:
+        if not self.traces_url:
+            return
+        protocol = "otlp_traces_protocol" if self.otlp_traces_protocol else "otlp_protocol"
+        asked = getattr(self, protocol)
+        way_out = "name the collector's port for it, by convention 4318"
+        if asked not in {"", _OTLP_PROTOCOL}:
+            problem = f"engines send traces by {_OTLP_PROTOCOL} alone, not by {asked!r}: {way_out}"
+            raise SettingsError(variable_of(protocol), problem)
+        if not asked and urlsplit(self.traces_url).port == _GRPC_PORT:
+            raise SettingsError(
+                variable_of(self.traces_field),
+                f"port {_GRPC_PORT} is by convention that of gRPC, and engines send traces by"
+                f" {_OTLP_PROTOCOL} alone: {way_out}, or set"
+                f" {variable_of(protocol)}={_OTLP_PROTOCOL} if this port takes it",
+            )
 
     def read_admin_token(self) -> str | None:
         """Return what callers of the admin API present; None = there is no admin API.
@@ -259,6 +299,18 @@ class Settings(BaseSettings):
     def model_name(self) -> str:
         """The model's name in the API."""
         return self.served_model_name or Path(self.model_source).name or "simulated"
+
+    @property
+    def traces_field(self) -> str:
+        """The field that says where traces go."""
+        return "otlp_traces_endpoint" if self.otlp_traces_endpoint else "otlp_endpoint"
+
+    @property
+    def traces_url(self) -> str:
+        """Where traces go; empty = nowhere."""
+        if self.otlp_traces_endpoint or not self.otlp_endpoint:
+            return self.otlp_traces_endpoint
+        return f"{self.otlp_endpoint.rstrip('/')}/v1/traces"
 
     @property
     def policy_file(self) -> Path:

@@ -42,6 +42,9 @@ def test_a_missing_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str)
     [
         ("TIDEGATE_POOL", "main"),
         ("OTEL_EXPORTER_OTLP_ENDPOINT", "collector:4318"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "grpc://collector:4317"),
+        ("OTEL_EXPORTER_OTLP_ENDPOINT", "http://:4318"),
+        ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://collector:many"),
         ("TIDEGATE_REDIS_URL", "http://redis"),
         ("TIDEGATE_VERIFY_KEY", "not base64!"),
         ("TIDEGATE_VERIFY_KEY", base64.b64encode(bytes(31)).decode()),
@@ -145,6 +148,66 @@ def test_the_names_that_may_be_simulated_are_listed(monkeypatch: pytest.MonkeyPa
         Settings.from_environment()
     monkeypatch.setenv("TIDEGATE_SIMULATED_MODEL", "Qwen3-0.6B")
     assert Settings.from_environment().simulated_model == "Qwen3-0.6B"
+
+
+OTLP = "OTEL_EXPORTER_OTLP_"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"ENDPOINT": "http://c:4318", "PROTOCOL": "grpc"}, "PROTOCOL"),
+        ({"ENDPOINT": "http://c:4318", "PROTOCOL": "http/json"}, "PROTOCOL"),
+        ({"ENDPOINT": "https://c:4317"}, "ENDPOINT"),
+        ({"TRACES_ENDPOINT": "http://c:4317/v1/traces"}, "TRACES_ENDPOINT"),
+        (
+            {
+                "ENDPOINT": "http://c:4318",
+                "PROTOCOL": "http/protobuf",
+                "TRACES_PROTOCOL": "grpc",
+            },
+            "TRACES_PROTOCOL",
+        ),
+    ],
+    ids=str,
+)
+def test_traces_that_are_asked_for_by_another_protocol_are_refused(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], named: str
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(OTLP + name, value)
+    with pytest.raises(SettingsError, match=r"http/protobuf alone.*, by convention 4318") as caught:
+        Settings.from_environment()
+    assert caught.value.variable == OTLP + named
+    assert str(caught.value).startswith(f"{OTLP}{named}: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ({}, ""),
+        ({"PROTOCOL": "grpc"}, ""),
+        ({"ENDPOINT": "http://c:4318/"}, "http://c:4318/v1/traces"),
+        ({"ENDPOINT": "https://c/otlp", "PROTOCOL": ""}, "https://c/otlp/v1/traces"),
+        ({"ENDPOINT": "http://c:4317", "PROTOCOL": "http/protobuf"}, "http://c:4317/v1/traces"),
+        ({"ENDPOINT": "http://c:4317", "TRACES_ENDPOINT": "http://d/spans"}, "http://d/spans"),
+        (
+            {
+                "TRACES_ENDPOINT": "http://d:4318/spans",
+                "PROTOCOL": "grpc",
+                "TRACES_PROTOCOL": "http/protobuf",
+            },
+            "http://d:4318/spans",
+        ),
+    ],
+    ids=str,
+)
+def test_traces_go_where_opentelemetrys_variables_say(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], url: str
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(OTLP + name, value)
+    assert Settings.from_environment().traces_url == url
 
 
 def test_settings_are_frozen() -> None:

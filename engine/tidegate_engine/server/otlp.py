@@ -31,7 +31,7 @@ class TraceExporter:
 
     def __init__(
         self,
-        endpoint: str,
+        url: str,
         *,
         pool: str,
         pod: str,
@@ -41,7 +41,7 @@ class TraceExporter:
         """Begin without a connection.
 
         Args:
-            endpoint: The collector's address, to which the path of traces is added.
+            url: Where the collector takes traces.
             pool: `namespace/name`.
             pod: The engine's name in its pool.
             model: As clients name it.
@@ -51,7 +51,7 @@ class TraceExporter:
         self._provider = TracerProvider(
             resource=Resource(own).merge(OTELResourceDetector().detect()), shutdown_on_exit=False
         )
-        self._exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}/v1/traces")
+        self._exporter = OTLPSpanExporter(url)
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("tidegate_engine")
         self._propagator = TraceContextTextMapPropagator()

@@ -139,11 +139,18 @@ class _Choice:
             case _:
                 pass
 
+    def read(self) -> None:
+        """Note that a step read some of its prompt, or of what it lost when it was taken out."""
+        # Whether there is anything to read again shows only now; it began with the resumption.
+        if self.phase is Phase.DECODE:
+            self.phase = Phase.PREFILL
+
     def take(self, output: TokenOutput, at: float) -> None:
-        """Note what a step gave; with the first token the prompt is read."""
-        if output.token is not None and not self.has_begun:
+        """Note what a step gave; with a token everything before it is read."""
+        if output.token is not None:
             self.has_begun = True
-            self.turn(Phase.DECODE, at)
+            if self.phase is Phase.PREFILL:
+                self.turn(Phase.DECODE, at)
         if output.finish_reason is not None:
             self.trace.finish_reasons[self.index] = output.finish_reason.value
 
@@ -197,6 +204,9 @@ class RequestTraces:
         for decision in report.decisions:
             if (choice := self._choices.get(decision.request_id)) is not None:
                 choice.decide(decision, report.planned_at)
+        for request_id in report.reading:
+            if (choice := self._choices.get(request_id)) is not None:
+                choice.read()
         for output in report.outputs:
             if (choice := self._choices.get(output.request_id)) is not None:
                 choice.take(output, report.committed_at)
