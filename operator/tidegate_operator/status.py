@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import aiohttp
@@ -13,6 +13,7 @@ from tidegate_operator.kube import ApiError
 from tidegate_operator.metrics import Metrics
 from tidegate_operator.planner import StatusUpdate
 from tidegate_operator.resources import Resource
+from tidegate_operator.status_queue import StatusQueue, WaitingStatus
 from tidegate_operator.verdicts import ConditionType, Json
 
 _LOG = logging.getLogger(__name__)
@@ -33,15 +34,6 @@ class StatusApi(Protocol):
 
     async def apply_status(self, model: type[Resource], metadata: Json, status: Json) -> None:
         """Make `status` the whole of what this operator says about an object."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pending:
-    update: StatusUpdate
-    due: float
-    is_urgent: bool
-    order: int
-    failures: int = 0
 
 
 class StatusWriter:
@@ -75,7 +67,7 @@ class StatusWriter:
         self._tokens = self._burst
         self._refilled = 0.0
         self._stored: dict[str, Json] = {}
-        self._pending: dict[str, _Pending] = {}
+        self._queue = StatusQueue()
         self._writing: dict[str, Json] = {}
         self._written_since_sweep: set[str] = set()
         self._order = itertools.count()
@@ -83,8 +75,8 @@ class StatusWriter:
 
     def known(self, uid: str) -> Json:
         """Return the status that the object has, or is about to have."""
-        if uid in self._pending:
-            return self._pending[uid].update.status
+        if (waiting := self._queue.get(uid)) is not None:
+            return waiting.update.status
         return self._writing.get(uid) or self._stored.get(uid) or {}
 
     def submit(self, update: StatusUpdate) -> None:
@@ -92,16 +84,16 @@ class StatusWriter:
         uid = update.uid
         current = self._writing.get(uid, self._stored.get(uid, {}))
         if update.status == current or _generation(update.status) < _generation(current):
-            self._pending.pop(uid, None)
+            self._queue.drop(uid)
             return
         now = asyncio.get_running_loop().time()
-        waiting = self._pending.get(uid)
+        waiting = self._queue.get(uid)
         due = now if update.is_settled else now + HOLD_SECONDS
         order = next(self._order)
         if waiting is not None:
             due, order = min(due, max(waiting.due, now)), waiting.order
         is_urgent = update.status.get("conditions") != current.get("conditions")
-        self._pending[uid] = _Pending(update=update, due=due, is_urgent=is_urgent, order=order)
+        self._queue.put(WaitingStatus(update=update, due=due, is_urgent=is_urgent, order=order))
         self._wake.set()
 
     def begin_sweep(self) -> None:
@@ -123,7 +115,7 @@ class StatusWriter:
     def forget(self, uid: str) -> None:
         """Drop an object that is gone."""
         self._stored.pop(uid, None)
-        self._pending.pop(uid, None)
+        self._queue.drop(uid)
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -136,18 +128,18 @@ class StatusWriter:
                 task = group.create_task(self._write(pending))
                 task.add_done_callback(lambda _: slots.release())
 
-    async def _next(self) -> _Pending:
+    async def _next(self) -> WaitingStatus:
         """Wait for a status that is due and for the budget to write it."""
         loop = asyncio.get_running_loop()
         while True:
-            waiting = [p for uid, p in self._pending.items() if uid not in self._writing]
-            due = [pending for pending in waiting if pending.due <= loop.time()]
-            if due and (pause := self._refill(loop.time())) == 0.0:
-                first = min(due, key=_rank)
-                self._tokens -= 1.0
-                return self._pending.pop(first.update.uid)
-            if not due:
-                pause = min((pending.due - loop.time() for pending in waiting), default=60.0)
+            now = loop.time()
+            pause = self._refill(now)
+            if pause == 0.0:
+                if (first := self._queue.take(now, busy=self._writing)) is not None:
+                    self._tokens -= 1.0
+                    return first
+                due_at = self._queue.due_at()
+                pause = 60.0 if due_at is None else due_at - now
             self._wake.clear()
             try:
                 async with asyncio.timeout(max(pause, 0.001)):
@@ -161,7 +153,7 @@ class StatusWriter:
         self._refilled = now
         return 0.0 if self._tokens >= 1.0 else (1.0 - self._tokens) / self._rate
 
-    async def _write(self, pending: _Pending) -> None:
+    async def _write(self, pending: WaitingStatus) -> None:
         update = pending.update
         kind = update.model.definition.kind
         metadata = {"name": update.name}
@@ -189,25 +181,22 @@ class StatusWriter:
                 self._on_written(update, before)
         finally:
             del self._writing[update.uid]
+            if (waiting := self._queue.get(update.uid)) is not None:
+                self._queue.put(waiting)
             self._wake.set()
 
-    def _retry(self, pending: _Pending, error: Exception) -> None:
+    def _retry(self, pending: WaitingStatus, error: Exception) -> None:
         uid = pending.update.uid
         pause = RETRY_SECONDS[min(pending.failures, len(RETRY_SECONDS) - 1)]
         _LOG.warning("a status was not written, again in %s s: %s", pause, error)
-        if uid not in self._pending:
+        if self._queue.get(uid) is None:
             due = asyncio.get_running_loop().time() + pause
-            self._pending[uid] = replace(pending, due=due, failures=pending.failures + 1)
+            self._queue.put(replace(pending, due=due, failures=pending.failures + 1))
 
 
 def _own(status: Json) -> Json:
     conditions = [c for c in status.get("conditions", ()) if c.get("type") in _OWN_CONDITIONS]
     return status | {"conditions": conditions} if "conditions" in status else status
-
-
-def _rank(pending: _Pending) -> tuple[bool, bool, int]:
-    """Order what is due: what will last, then what people wait for, then by age."""
-    return (not pending.update.is_settled, not pending.is_urgent, pending.order)
 
 
 def _generation(status: Json) -> int:

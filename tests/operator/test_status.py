@@ -20,9 +20,14 @@ class RecordingApi:
         self.writes: list[tuple[str, Any]] = []
         self.failures: list[Exception] = []
         self.written = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.is_open = asyncio.Event()
+        self.is_open.set()
 
     async def apply_status(self, model: type[Resource], metadata: Json, status: Json) -> None:
         assert model is TenantPolicy
+        self.asked.set()
+        await self.is_open.wait()
         if self.failures:
             raise self.failures.pop(0)
         self.writes.append((metadata["name"], status))
@@ -87,6 +92,23 @@ async def test_newest_status_replaces_what_waits() -> None:
     async with running(writer):
         await api.wait_for(1)
     assert [status["conditions"][0]["status"] for _, status in api.writes] == ["4"]
+
+
+async def test_what_changes_while_a_status_is_written_is_written_after_it() -> None:
+    api = RecordingApi()
+    api.is_open.clear()
+    writer = a_writer(api)
+    async with running(writer):
+        writer.submit(an_update(value=1))
+        await api.asked.wait()
+        writer.submit(an_update(value=2))
+        writer.submit(an_update("b"))
+        api.is_open.set()
+        await api.wait_for(3)
+    assert [status["conditions"][0]["status"] for name, status in api.writes if name == "a"] == [
+        "1",
+        "2",
+    ]
 
 
 async def test_unsettled_status_waits_for_the_settled_one() -> None:
