@@ -227,7 +227,7 @@ def _judge(view: ClusterView, pool: EnginePool, candidates: Sequence[Candidate])
     }
     for one in candidates:
         policy, tenant = one.policy, one.policy.tenant
-        found = _reserved_name(tenant)
+        found = _foreign_name(policy)
         if not allowed[policy.metadata.namespace]:
             found.append(_namespace_flaw(pool, policy))
         found += one.references.forbidden
@@ -250,11 +250,18 @@ def _judge(view: ClusterView, pool: EnginePool, candidates: Sequence[Candidate])
     return flaws
 
 
-def _reserved_name(tenant: str) -> list[Flaw]:
-    if tenant != UNKNOWN_TENANT:
+def _foreign_name(policy: TenantPolicy) -> list[Flaw]:
+    """Find out whether a policy calls its tenant what only others may be called."""
+    own, tenant = policy.metadata.namespace, policy.tenant
+    namespace, slash, _ = tenant.partition("/")
+    if tenant == UNKNOWN_TENANT:
+        problem = f"{UNKNOWN_TENANT!r} is reserved for requests of no known tenant"
+    elif slash and namespace != own:
+        # Who gets another's name when its policy goes would see what that one has done.
+        problem = f"{tenant!r} may be a tenant of namespace {namespace!r} alone, not of {own!r}"
+    else:
         return []
-    message = f"spec.tenant: {UNKNOWN_TENANT!r} is reserved for requests of no known tenant"
-    return [Flaw(Reason.INVALID, message)]
+    return [Flaw(Reason.INVALID, f"spec.tenant: {problem}")]
 
 
 def _allows(view: ClusterView, pool: EnginePool, namespace: str) -> bool:

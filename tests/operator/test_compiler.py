@@ -82,6 +82,23 @@ def test_tenant_is_named_after_namespace_and_policy() -> None:
     assert tenants(compile_of(an_engine_pool(), a_tenant_policy("acme", "team"))) == ["team/acme"]
 
 
+def test_no_namespace_can_take_a_name_of_anothers_tenant() -> None:
+    there = [{"name": "chat", "namespace": "team"}]
+    squatter = a_tenant_policy("squatter", "away", age=9, tenant="team/acme", poolRefs=there)
+    owner = a_tenant_policy("acme", "team", age=1)
+    plain = a_tenant_policy("plain", "away", tenant="acme", poolRefs=there)
+    own = a_tenant_policy("own", "away", tenant="away/acme/chat", poolRefs=there)
+    pool = an_engine_pool(allowedNamespaces={"from": "All"})
+    compiled = compile_of(pool, squatter, owner, plain, own)
+    assert reasons(compiled) == {
+        "away/squatter": ["Invalid"],
+        "team/acme": [],
+        "away/plain": [],
+        "away/own": [],
+    }
+    assert compiled.snapshot.tenant_rules["team/acme"].policy == "team/acme"
+
+
 def test_unused_tiers_and_rules_of_a_refusal_make_no_new_digest() -> None:
     policy = a_tenant_policy()
     plain = compile_of(an_engine_pool(), policy).snapshot

@@ -181,7 +181,8 @@ class TenantPolicySpec(Model):
         TenantName | None,
         Field(
             description="Identity of the tenant in engines and metrics, without spaces; default "
-            "is namespace/name of the policy."
+            "is namespace/name of the policy. What is before a slash has to be the policy's "
+            "namespace."
         ),
     ] = None
     pool_refs: Annotated[
