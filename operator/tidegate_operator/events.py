@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -68,7 +68,7 @@ def transitions(before: Json, after: Json) -> Iterator[Transition]:
 
     That is a condition whose status or reason changed. A condition that is good from its beginning
     is none, and neither is a policy on its way to the engines: that is what every change begins
-    with.
+    with, and what follows is compared with what was before (see `before_pending`).
     """
     known = {condition.get("type"): condition for condition in before.get("conditions", ())}
     for condition in after.get("conditions", ()):
@@ -83,6 +83,17 @@ def transitions(before: Json, after: Json) -> Iterator[Transition]:
         is_same = (old.get("status"), old.get("reason")) == (new.status, new.reason)
         if not (is_same or (is_first and not new.is_bad)):
             yield new
+
+
+def before_pending(status: Json, replaced: Mapping[str, Json]) -> Json:
+    """Return a status with what Pending replaced, by type, in place of each Pending."""
+    conditions = [
+        replaced.get(condition["type"], condition)
+        if condition["reason"] == Reason.PENDING
+        else condition
+        for condition in status.get("conditions", ())
+    ]
+    return {**status, "conditions": conditions}
 
 
 class EventApi(Protocol):
@@ -133,10 +144,13 @@ class EventWriter:
         self._instance = socket.gethostname()[:128]
         self._waiting: dict[_Subject, _Waiting] = {}
         self._series: dict[_Subject, _Series] = {}
+        self._replaced: dict[str, dict[str, Json]] = {}
         self._wake = asyncio.Event()
 
     def note(self, update: StatusUpdate, before: Json) -> None:
         """Take in that a status was written in place of `before`."""
+        before = before_pending(before, self._replaced.get(update.uid, {}))
+        self._remember(update, before)
         for turned in transitions(before, update.status):
             subject = _Subject(update.uid, turned.type, turned.status, turned.reason)
             now = datetime.now(UTC)
@@ -148,6 +162,10 @@ class EventWriter:
         if self._waiting:
             self._wake.set()
 
+    def forget(self, uid: str) -> None:
+        """Take in that an object is gone."""
+        self._replaced.pop(uid, None)
+
     async def run(self) -> None:
         """Write until cancelled."""
         while True:
@@ -157,6 +175,19 @@ class EventWriter:
                 subject = next(iter(self._waiting))
                 await self._write(subject, self._waiting.pop(subject))
                 await asyncio.sleep(PAUSE_SECONDS)
+
+    def _remember(self, update: StatusUpdate, before: Json) -> None:
+        """Keep what Pending replaces now, until something else takes Pending's place."""
+        self._replaced.pop(update.uid, None)
+        conditions = update.status.get("conditions", ())
+        pending = {one["type"] for one in conditions if one["reason"] == Reason.PENDING}
+        replaced = {
+            one["type"]: one
+            for one in before.get("conditions", ())
+            if one["type"] in pending and one["reason"] != Reason.PENDING
+        }
+        if replaced:
+            self._replaced[update.uid] = replaced
 
     async def _write(self, subject: _Subject, waiting: _Waiting) -> None:
         now = asyncio.get_running_loop().time()

@@ -23,6 +23,9 @@ LEASE_SECONDS = 10
 GIVE_UP_SECONDS = 7.0
 """A leader that could not renew for so long stops working: well before others may begin."""
 
+RELEASE_SECONDS = 3.0
+"""How long one that stops waits for the Lease to be given back."""
+
 RENEW_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 
@@ -147,7 +150,8 @@ class Election:
         if self._held is None:
             return
         try:
-            await self._write({**self._held["spec"], "holderIdentity": "", "renewTime": _now()})
+            async with asyncio.timeout(RELEASE_SECONDS):
+                await self._write({**self._held["spec"], "holderIdentity": "", "renewTime": _now()})
         except _ERRORS as error:
             _LOG.warning("lease %s is not released: %s", self._lease, error)
         self._held = None

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -34,7 +34,7 @@ from tidegate_operator.secret_watch import SecretWatch
 from tidegate_operator.settings import Settings
 from tidegate_operator.status import StatusWriter
 from tidegate_operator.sweep import MissingKindError, Sweeper
-from tidegate_operator.tasks import cancel_all
+from tidegate_operator.tasks import PartEndedError, cancel_all, end_process_in_time, in_a_line
 from tidegate_operator.watch_cache import WatchCache
 from tidegate_policies.envelope import Sign
 
@@ -115,48 +115,64 @@ class Operator:
         )
         metrics.watch_age_from(self._watch_age_seconds)
 
-    async def run(self, health: Health) -> None:
-        """Run until SIGTERM or SIGINT, which kopf turns into its own end.
+    async def run(self, health: Health, take_signals: Callable[[], None]) -> None:
+        """Run until cancelled.
+
+        Args:
+            health: Told when everything is known.
+            take_signals: Called when kopf has put its own handlers in place of those that were.
 
         Raises:
             MissingKindError: The CustomResourceDefinitions are not installed.
+            PartEndedError: Something that runs beside the rest did not go on.
         """
         health.is_alive = self._is_watching
         await self._sweeper.first()
         _spare_garbage_collection()
         health.is_ready = True
         _LOG.info("all objects are listed; serving %s", self._settings.namespaces or "all")
-        beside: Sequence[Coroutine[Any, Any, None]] = (
-            *self._reconciler.works(),
-            self._writer.run(),
-            self._events.run(),
-            self._sweeper.run(),
-            self._listener.run(),
-            self._secrets.run(),
-            *([self._dashboards.run()] if self._settings.tenant_dashboards else []),
-        )
-        tasks = [asyncio.create_task(coroutine) for coroutine in beside]
-        # kopf comes last: what is started after it, it takes for its own and waits for at the end.
-        # It gets no stop flag: at a signal it would wait 5 s for its own watcher of the flag.
-        watch = asyncio.create_task(
-            kopf.operator(
-                registry=build_registry(self._on_event, partial(login, self._settings.kubeconfig)),
-                settings=build_settings(),
-                standalone=True,
-                clusterwide=not self._settings.namespaces,
-                namespaces=self._settings.namespaces,
-            )
-        )
+        tasks = [asyncio.create_task(part, name=name) for name, part in self._parts().items()]
+        # kopf comes last: what is started after it, it takes for its own and ends.
+        watch = asyncio.create_task(self._watch(take_signals), name="the watch")
         try:
-            # One that ends before kopf has failed: better a restart than to be half alive.
+            # Better a restart than to be half alive.
             await asyncio.wait([watch, *tasks], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            failed = [task for task in (watch, *tasks) if task.done()]
+            end_process_in_time()
+            ended = [task for task in (*tasks, watch) if task.done()]
             watch.cancel()
             await cancel_all(tasks)
             await asyncio.wait([watch])
-        for task in failed:
-            task.result()
+        raise PartEndedError(ended[0])
+
+    def _parts(self) -> Mapping[str, Coroutine[Any, Any, None]]:
+        """Return all that runs beside the watch, by name."""
+        return {
+            **self._reconciler.works(),
+            "the writer of statuses": self._writer.run(),
+            "the writer of Events": self._events.run(),
+            "the sweep": self._sweeper.run(),
+            "the listener to reports": self._listener.run(),
+            "the watch of Secrets": self._secrets.run(),
+            **(
+                {"the writer of dashboards": self._dashboards.run()}
+                if self._settings.tenant_dashboards
+                else {}
+            ),
+        }
+
+    async def _watch(self, take_signals: Callable[[], None]) -> None:
+        others = asyncio.all_tasks()
+        roots = await kopf.spawn_tasks(
+            registry=build_registry(self._on_event, partial(login, self._settings.kubeconfig)),
+            settings=build_settings(),
+            standalone=True,
+            clusterwide=not self._settings.namespaces,
+            namespaces=self._settings.namespaces,
+        )
+        # At a signal kopf would wait for every connection that is served beside it.
+        take_signals()
+        await kopf.run_tasks(roots, ignored=others)
 
     def _on_event(self, watched: Watched, event_type: str | None, raw: Any) -> None:  # noqa: ANN401
         self._seen_at = time.monotonic()
@@ -168,6 +184,7 @@ class Operator:
             self._reconciler.mark(self._cache.remove(watched, uid))
             if watched in CUSTOM:
                 self._writer.forget(uid)
+                self._events.forget(uid)
         else:
             self._reconciler.mark(self._cache.put(watched, raw))
 
@@ -195,13 +212,12 @@ async def run_operator(settings: Settings, sign: Sign) -> None:
     Raises:
         MissingKindError: The CustomResourceDefinitions are not installed.
         LeadershipLostError: Another operator works now.
+        PartEndedError: Something that runs beside the rest did not go on.
     """
     metrics, health = Metrics(), Health()
-    # kopf puts its own handlers in their place once it runs.
-    task = asyncio.current_task()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if task is not None:
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    asyncio.get_running_loop().set_exception_handler(tell_of_loop)
+    take_signals = partial(_end_at_signals, asyncio.current_task())
+    take_signals()
     async with AsyncExitStack() as stack:
         api = await stack.enter_async_context(KubeApi.connected(settings.kubeconfig))
         redis = _redis(settings)
@@ -236,7 +252,32 @@ async def run_operator(settings: Settings, sign: Sign) -> None:
             duties = [election.keep()]
         # Only now: what it knows of time and cluster must not be older than its leadership.
         operator = Operator(settings, sign=sign, api=api, redis=redis, metrics=metrics)
-        await _until_one_ends(operator.run(health), *duties)
+        await _until_one_ends(operator.run(health, take_signals), *duties)
+
+
+def tell_of_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Tell what the event loop met, but for watches that kopf has left open.
+
+    A watcher of kopf that is cancelled while it hands on an event doesn't close its generators. At
+    the loop's end asyncio closes them all at once, and the outer complains of finding the inner
+    closed; nothing of either runs any more.
+    """
+    if "asyncgen" in context:
+        _LOG.debug("%s: %s", context["message"], context["exception"])
+    else:
+        loop.default_exception_handler(context)
+
+
+def _end_at_signals(task: "asyncio.Task[Any] | None") -> None:
+    """Have SIGTERM and SIGINT cancel a task, once however often they come."""
+
+    def end() -> None:
+        if task is not None and not task.cancelling():
+            end_process_in_time()
+            task.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, end)
 
 
 async def _until_one_ends(*runs: Coroutine[Any, Any, None]) -> None:
@@ -280,9 +321,11 @@ def main() -> int:
     try:
         sign = signer(load_signing_key(settings.signing_key_file))
         asyncio.run(run_operator(settings, sign))
-    except (SigningKeyError, MissingKindError, LeadershipLostError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
     except asyncio.CancelledError:
         return 0
-    return 0
+    except (SigningKeyError, MissingKindError, LeadershipLostError, PartEndedError) as error:
+        _LOG.error("%s", error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, who looks finds one line
+        _LOG.error("%s", in_a_line(error))
+        _LOG.debug("where that came from", exc_info=True)
+    return 1

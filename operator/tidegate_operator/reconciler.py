@@ -5,7 +5,7 @@ acknowledgement goes straight into status.
 """
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, Protocol
 
 from tidegate_operator.autoscaler_writer import AutoscalerApi, AutoscalerScope, AutoscalerWriter
@@ -31,7 +31,7 @@ QUIET_SECONDS = 0.05
 LONGEST_WAIT_SECONDS = 0.25
 """... but never longer than this."""
 
-EXPIRY_CHECK_SECONDS = 0.5
+EXPIRY_CHECK_SECONDS = 0.25
 
 
 class ScalingApi(ScaleApi, AutoscalerApi, Protocol):
@@ -129,19 +129,19 @@ class Reconciler:
             )
         ]
 
-    def works(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Return all that has to run side by side, each until it is cancelled."""
-        return (
-            self._compile_for_ever(),
-            self._publisher.run(),
-            self._publisher.watch_store(),
-            self._reporter.run(),
-            self._scaler.run(),
-            self._autoscalers.run(),
-            self._signals.run(),
-            self._expire_for_ever(),
-            self._measure_for_ever(),
-        )
+    def works(self) -> Mapping[str, Coroutine[Any, Any, None]]:
+        """Return all that has to run side by side, each until it is cancelled, by name."""
+        return {
+            "the compiler": self._compile_for_ever(),
+            "the publisher": self._publisher.run(),
+            "the look at Redis": self._publisher.watch_store(),
+            "the reporter": self._reporter.run(),
+            "the scaler": self._scaler.run(),
+            "the writer of autoscalers": self._autoscalers.run(),
+            "the series for autoscalers": self._signals.run(),
+            "the expiry of reports": self._expire_for_ever(),
+            "the meter of usage": self._measure_for_ever(),
+        }
 
     async def _compile_for_ever(self) -> None:
         while True:

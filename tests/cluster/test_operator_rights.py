@@ -81,6 +81,8 @@ def test_operator_of_all_namespaces_may_do_its_work_and_nothing_else(
         ("patch", "enginepools.tidegate.io#scale", ""),
         ("list", "secrets", namespace),
         ("create", "leases.coordination.k8s.io", namespace),
+        ("create", "events.events.k8s.io", ""),
+        ("patch", "events.events.k8s.io", ""),
     }
     assert {question for question in allowed if not may(*question)} == set()
     forbidden = {
@@ -91,6 +93,8 @@ def test_operator_of_all_namespaces_may_do_its_work_and_nothing_else(
         ("create", "pods", namespace),
         ("create", "pods#exec", namespace),
         ("patch", "namespaces", ""),
+        *((verb, "events.events.k8s.io", "") for verb in ("list", "delete")),
+        ("create", "events", ""),
         ("patch", "deployments.apps", ""),
         ("list", "deployments.apps", ""),
         ("get", "configmaps", namespace),

@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -139,6 +140,11 @@ def flap(writer: EventWriter) -> None:
     writer.note(an_update(bad), good)
 
 
+def go_through(writer: EventWriter, *programmed: tuple[str, str]) -> None:
+    for before, after in pairwise(programmed):
+        writer.note(an_update(a_status(Programmed=after)), a_status(Programmed=before))
+
+
 async def test_event_says_what_turned_of_which_object() -> None:
     store = EventStore()
     async with writing(store) as writer:
@@ -197,6 +203,43 @@ async def test_same_happening_long_after_is_an_event_of_its_own(
         flap(writer)
         await store.wait_for(2)
     assert [method for method, _, _ in store.requests] == ["POST", "POST"]
+
+
+async def test_recovery_by_way_of_pending_is_told_once() -> None:
+    store = EventStore()
+    async with writing(store) as writer:
+        go_through(writer, PROGRAMMED, PENDING, LAGGING)
+        await store.wait_for(1)
+        go_through(writer, LAGGING, PENDING, PENDING, PROGRAMMED, PENDING, PROGRAMMED)
+        await store.wait_for(2)
+        go_through(writer, PROGRAMMED, REFUSED)
+        await store.wait_for(3)
+    told = [(body["type"], body["reason"]) for _, _, body in store.requests]
+    assert told == [
+        ("Warning", "EnginesLagging"),
+        ("Normal", "Programmed"),
+        ("Warning", "EngineRefused"),
+    ]
+
+
+async def test_what_is_as_bad_after_pending_is_no_news() -> None:
+    store = EventStore()
+    async with writing(store) as writer:
+        go_through(writer, LAGGING, PENDING, LAGGING, REFUSED)
+        await store.wait_for(1)
+    ((_, _, body),) = store.requests
+    assert body["reason"] == "EngineRefused"
+
+
+async def test_object_of_the_same_name_starts_anew() -> None:
+    store = EventStore()
+    async with writing(store) as writer:
+        go_through(writer, LAGGING, PENDING)
+        writer.forget("uid-gold")
+        go_through(writer, PENDING, PROGRAMMED, REFUSED)
+        await store.wait_for(1)
+    ((_, _, body),) = store.requests
+    assert body["reason"] == "EngineRefused"
 
 
 async def test_event_that_is_gone_is_followed_by_a_new_one() -> None:

@@ -36,11 +36,11 @@ def test_bad_setting_is_named_as_it_is_set(
 
 
 def test_missing_key_file_ends_the_process_with_a_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TIDEGATE_OPERATOR_SIGNING_KEY_FILE", str(tmp_path / "absent.pem"))
     assert main() == 1
-    assert "absent.pem: No such file or directory" in capsys.readouterr().err
+    assert "absent.pem: No such file or directory" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize(

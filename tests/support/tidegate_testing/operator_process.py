@@ -21,6 +21,7 @@ from tidegate_operator.keys import generate_signing_key, load_signing_key, publi
 Manifest = dict[str, Any]
 
 STOP_SECONDS = 10.0
+RUN = "import runpy; runpy.run_module('tidegate_operator', run_name='__main__')"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,10 @@ class OperatorProcess:
         """Whether it has printed the text."""
         return text in self.log.read_text()
 
+    def wait(self, seconds: float) -> int:
+        """Wait until it has ended by itself; returns its exit code."""
+        return self._process.wait(seconds)
+
     def kill(self) -> None:
         """End it without warning."""
         self._process.kill()
@@ -124,12 +129,17 @@ class OperatorProcess:
 
 
 @contextmanager
-def running_operator(setup: OperatorSetup) -> Iterator[OperatorProcess]:
-    """Run the operator for the length of the block; nothing is left behind."""
+def running_operator(setup: OperatorSetup, *, fault: str = "") -> Iterator[OperatorProcess]:
+    """Run the operator for the length of the block; nothing is left behind.
+
+    Args:
+        setup: What it needs.
+        fault: Python that runs in its process before it does, to break something.
+    """
     log = setup.directory / f"operator-{len(list(setup.directory.glob('*.log')))}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tidegate_operator"],
+            [sys.executable, "-c", f"{fault}\n{RUN}"],
             env=setup.environment(),
             stdout=output,
             stderr=subprocess.STDOUT,

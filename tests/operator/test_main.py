@@ -1,0 +1,68 @@
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import kopf
+import pytest
+from kopf._cogs.aiokits import aiotoggles
+from kopf._cogs.clients import watching
+
+from tidegate_operator.main import tell_of_loop
+
+WATCHERS = 30
+"""Each complains in about half of all cases."""
+
+
+async def leave_watches_open() -> None:
+    """Cancel watchers as kopf does, each while it hands on an event."""
+
+    paused = aiotoggles.ToggleSet(any)
+    resource = kopf.Resource("tidegate.io", "v1alpha1", "tenantpolicies")
+
+    async def watcher() -> None:
+        # In a variable as in kopf: the frame of what was cancelled keeps it.
+        stream = watching.infinite_watch(
+            settings=kopf.OperatorSettings(),
+            resource=resource,
+            namespace=None,
+            operator_paused=paused,
+        )
+        async for _ in stream:
+            await asyncio.Event().wait()
+
+    watchers = [asyncio.create_task(watcher()) for _ in range(WATCHERS)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    for one in watchers:
+        one.cancel()
+    await asyncio.wait(watchers)
+    raise ConnectionError("as long as this is known, so are their frames")
+
+
+async def events(**_: object) -> AsyncIterator[Any]:
+    while True:
+        yield {"type": "MODIFIED", "object": {}}
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_watches_that_kopf_leaves_open_end_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_told: bool
+) -> None:
+    monkeypatch.setattr(watching, "continuous_watch", events)
+
+    async def run() -> None:
+        if not is_told:
+            asyncio.get_running_loop().set_exception_handler(tell_of_loop)
+        await leave_watches_open()
+
+    with caplog.at_level(logging.INFO), pytest.raises(ConnectionError):
+        asyncio.run(run())
+    # Once this is not told any more, kopf closes them, and the handler has no use.
+    assert ("generator didn't stop after athrow()" in caplog.text) is is_told
+
+
+async def test_other_complaints_of_the_loop_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    loop = asyncio.get_running_loop()
+    tell_of_loop(loop, {"message": "a callback failed", "exception": ValueError("x")})
+    assert "a callback failed" in caplog.text
