@@ -10,7 +10,6 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
 from tidegate_policies.wire import (
-    REPORT_EXPIRY_SECONDS,
     REPORTS_PATTERN,
     EngineReport,
     ReportError,
@@ -18,6 +17,10 @@ from tidegate_policies.wire import (
 )
 
 _LOG = logging.getLogger(__name__)
+
+SILENT_SECONDS = 4.0
+"""An engine counts as silent after this, in which it reports four times: so a stopped one is shown
+within five seconds."""
 
 MAX_RETIRED = 8
 
@@ -43,8 +46,8 @@ class ReportBook:
     replaced never comes back, however late its messages arrive.
     """
 
-    def __init__(self, *, expiry_seconds: float = REPORT_EXPIRY_SECONDS) -> None:
-        self._expiry_seconds = expiry_seconds
+    def __init__(self, *, silent_seconds: float = SILENT_SECONDS) -> None:
+        self._silent_seconds = silent_seconds
         self._pools: dict[str, dict[str, tuple[EngineReport, float]]] = {}
         self._retired: dict[tuple[str, str], tuple[list[str], float]] = {}
 
@@ -78,7 +81,7 @@ class ReportBook:
         }
         affected = set()
         for pool, engines in self._pools.items():
-            silent = [pod for pod, (_, at) in engines.items() if now - at > self._expiry_seconds]
+            silent = [pod for pod, (_, at) in engines.items() if now - at > self._silent_seconds]
             for pod in silent:
                 del engines[pod]
                 affected.add(pool)

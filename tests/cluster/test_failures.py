@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -161,6 +162,31 @@ def test_an_engine_that_is_stopped_is_named_and_keeps_nobody_from_the_change(fle
     finally:
         stopped.resume()
     assert settled(fleet) == before + 1
+
+
+def test_an_engine_that_is_stopped_at_rest_is_shown_by_its_pool_and_by_no_policy(
+    fleet: Fleet,
+) -> None:
+    revision, (_, stopped) = settled(fleet), fleet.engines
+    policy = fleet.get("tp", "acme")["metadata"]["resourceVersion"]
+    stopped.pause()
+    began = time.monotonic()
+    try:
+        eventually(lambda: status_of_pool(fleet).get("laggards") == [stopped.name], "the laggard")
+        assert time.monotonic() - began < SHOWN_SECONDS
+        conditions = {one["type"]: one for one in status_of_pool(fleet)["conditions"]}
+        assert conditions["Programmed"]["reason"] == "EnginesLagging"
+        assert stopped.name in conditions["Programmed"]["message"]
+        assert fleet.get("tp", "acme")["metadata"]["resourceVersion"] == policy
+    finally:
+        stopped.resume()
+    assert settled(fleet) == revision
+    assert "laggards" not in status_of_pool(fleet)
+
+
+def status_of_pool(fleet: Fleet) -> dict[str, Any]:
+    found: dict[str, Any] = fleet.get("epool", "chat")["status"]
+    return found
 
 
 def programmed(fleet: Fleet) -> str:

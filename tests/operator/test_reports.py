@@ -50,8 +50,8 @@ def test_replaced_incarnations_are_not_remembered_for_ever() -> None:
     assert book.accept(a_report(2, "18"), now=21.0 + RETIRED_SECONDS)
 
 
-def test_silent_engine_is_forgotten_after_the_expiry_and_its_return_is_news() -> None:
-    book = ReportBook(expiry_seconds=5.0)
+def test_silent_engine_is_forgotten_after_a_while_and_its_return_is_news() -> None:
+    book = ReportBook(silent_seconds=5.0)
     book.accept(a_report(1), now=0.0)
     assert book.expire(now=5.0) == frozenset()
     assert book.expire(now=5.1) == {"p"}
@@ -60,7 +60,7 @@ def test_silent_engine_is_forgotten_after_the_expiry_and_its_return_is_news() ->
 
 
 def test_refresh_gives_everybody_time_to_speak() -> None:
-    book = ReportBook(expiry_seconds=5.0)
+    book = ReportBook(silent_seconds=5.0)
     book.accept(a_report(1), now=0.0)
     book.refresh(now=100.0)
     assert book.expire(now=104.0) == frozenset()
