@@ -113,9 +113,10 @@ class Accounts:
     def _charge_output(self, served: Mapping[Tenant, int]) -> None:
         """Charge the output tokens of this step, at once for each tenant."""
         for tenant, num_tokens in served.items():
-            tenant.totals.output_tokens += num_tokens
-            tenant.totals.service += OUTPUT_TOKEN_COST * num_tokens
-            tenant.service += OUTPUT_TOKEN_COST * num_tokens
+            totals, cost = tenant.totals, OUTPUT_TOKEN_COST * num_tokens
+            totals.output_tokens += num_tokens
+            totals.service += cost
+            tenant.service += cost
         self._tenants.counters.charge_output(served)
 
     def _charge_tier(self, value: int, cost: float, now: float) -> None:

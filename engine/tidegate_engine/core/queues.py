@@ -1,13 +1,13 @@
 """What waits: a queue of requests per tenant, and above them a queue of tenants per tier.
 
-Planning a step must not cost more because more requests wait. Each heap therefore gives its head in
-logarithmic time and is set right lazily: a request that has ended stays in its tenant's heap of
-deadlines as a tombstone until it comes to the top, a tenant whose counter has grown is put back
-with the new one.
+Planning a step must not cost more because more requests wait. Each order therefore gives its head
+in logarithmic time at most and is set right lazily: a request that has ended stays in its tenant's
+orders, by arrival and by deadline, as a tombstone until it comes to the top, a tenant whose counter
+has grown is put back with the new one.
 """
 
 import heapq
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator
 from math import inf
 from typing import TYPE_CHECKING
@@ -34,11 +34,21 @@ class RequestQueue:
         num_output_tokens: Output tokens that they ask for at most, all together.
     """
 
+    __slots__ = (
+        "_aside",
+        "_by_arrival",
+        "_by_deadline",
+        "_live",
+        "num_output_tokens",
+        "num_tokens",
+    )
+
     def __init__(self) -> None:
         self.num_tokens = 0
         self.num_output_tokens = 0
-        # A plain dict would look for its first entry past all that were deleted before it.
-        self._live: OrderedDict[Sequence, None] = OrderedDict()
+        self._live: dict[Sequence, None] = {}
+        # Beside the dict, which looks for its first entry past all that were deleted before it.
+        self._by_arrival: deque[Sequence] = deque()
         self._by_deadline: list[tuple[float, int, Sequence]] = []
         self._aside: dict[Sequence, None] = {}
 
@@ -55,6 +65,7 @@ class RequestQueue:
     def push(self, seq: Sequence) -> None:
         """Queue a request."""
         self._live[seq] = None
+        self._by_arrival.append(seq)
         self.num_tokens += seq.num_tokens
         self.num_output_tokens += seq.request.max_output_tokens
         if seq.deadline is not None:
@@ -65,8 +76,11 @@ class RequestQueue:
         del self._live[seq]
         self.num_tokens -= seq.num_tokens
         self.num_output_tokens -= seq.request.max_output_tokens
-        if len(self._by_deadline) > 2 * len(self._live) + MAX_TOMBSTONES:
-            # Before the tombstones outnumber the living; constant cost per request.
+        # Before the tombstones outnumber the living; constant cost per request.
+        most = 2 * len(self._live) + MAX_TOMBSTONES
+        if len(self._by_arrival) > most:
+            self._by_arrival = deque(self._live)
+        if len(self._by_deadline) > most:
             self._by_deadline = [entry for entry in self._by_deadline if entry[2] in self._live]
             heapq.heapify(self._by_deadline)
 
@@ -78,7 +92,10 @@ class RequestQueue:
                 return seq
             # What can't be in time any more never can again: it falls back to its arrival.
             heapq.heappop(self._by_deadline)
-        return next((seq for seq in self._live if seq not in self._aside), None)
+        while self._by_arrival and self._by_arrival[0] not in self._live:
+            self._by_arrival.popleft()
+        waiting = (seq for seq in self._by_arrival if seq in self._live)
+        return next((seq for seq in waiting if seq not in self._aside), None)
 
     def order(self, now: float) -> list[Sequence]:
         """Return the requests in the order in which they would be served from now on."""
@@ -108,15 +125,18 @@ class RequestQueue:
         self._aside = {}
 
     def check_invariants(self) -> None:
-        """Verify that the heap holds all deadlines that can be met, and not many more.
+        """Verify that the orders hold everybody once, and not many more.
 
         Raises:
             AssertionError: It doesn't.
         """
         if self._aside:
             raise AssertionError(f"{len(self._aside)} requests were not restored")
-        if len(self._by_deadline) > 2 * len(self._live) + MAX_TOMBSTONES:
-            raise AssertionError(f"{len(self._by_deadline)} entries for {len(self)} requests")
+        if [seq for seq in self._by_arrival if seq in self._live] != [*self._live]:
+            raise AssertionError("the order of arrival lacks a request, or has one twice")
+        for order in (self._by_arrival, self._by_deadline):
+            if len(order) > 2 * len(self._live) + MAX_TOMBSTONES:
+                raise AssertionError(f"{len(order)} entries for {len(self)} requests")
         if len({id(entry[2]) for entry in self._by_deadline}) != len(self._by_deadline):
             raise AssertionError("a request is queued twice by its deadline")
         num_tokens = sum(seq.num_tokens for seq in self._live)

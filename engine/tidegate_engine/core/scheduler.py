@@ -47,6 +47,10 @@ from tidegate_engine.core.time_limits import TimeLimits
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_policies.tiers import TierShares
 
+# Looked up once: through its class, a member costs as much as two calls.
+_CANCELLED, _ON_REQUEST = Verdict.CANCELLED, Reason.ON_REQUEST
+_RUNNING, _ENDED = Phase.RUNNING, Phase.ENDED
+
 
 class Scheduler:
     """The waiting, running and swapped requests of one engine."""
@@ -77,8 +81,7 @@ class Scheduler:
             num_host_blocks=num_host_blocks,
             seconds_per_block=costs.swap_block_seconds,
         )
-        self._engine_limits = limits
-        self._limits = limits
+        self._engine_limits = self._limits = limits
         self._tenants = TenantTable()
         self._running = Running()
         self._forecast = Forecast(block_size=block_size, prompt_price=costs.prompt_price)
@@ -98,8 +101,7 @@ class Scheduler:
         self._admission = Admission(books, self._preemptor)
         self._mailbox: tuple[PolicySnapshot, int, float] | None = None
         self._snapshot: PolicySnapshot | None = None
-        self._revision = 0
-        self._step = 0
+        self._revision = self._step = 0
         self._arrivals = Arrivals(books)
         self._live: dict[str, Sequence] = {}
         self._accounts = Accounts(books, live=self._live)
@@ -180,7 +182,7 @@ class Scheduler:
         if seq.admission:  # else it has never held anything
             self._memory.payers.advance(now)
         phase = seq.phase
-        self._drop(seq, Verdict.CANCELLED, Reason.ON_REQUEST)
+        self._drop(seq, _CANCELLED, _ON_REQUEST)
         return phase
 
     def finish(self, request_id: str, now: float) -> bool:
@@ -307,8 +309,7 @@ class Scheduler:
     # -- planning --------------------------------------------------------------------------------
 
     def _begin_step(self, now: float) -> None:
-        self._ended = []
-        self._stopped = []
+        self._ended, self._stopped = [], []
         self._planned_at = now
         for name in self._tenants.take_dropped():
             self._forecast.lengths.forget(name)
@@ -349,16 +350,15 @@ class Scheduler:
 
     def _grow_running(self) -> None:
         """Give every decode, oldest first, the block for its next token."""
-        memory = self._memory
         self._lacking = []
         for seq in [seq for seq in self._running.decoding if seq.num_tokens > seq.capacity]:
-            if seq.phase is not Phase.RUNNING or memory.try_grow(seq):
+            if seq.phase is not _RUNNING or self._memory.try_grow(seq):
                 continue
             if not self._gate.clip(seq):  # a policy change took what it needs
                 self._end_for_lack(seq)
                 continue
             self._preemptor.make_room_to_grow(seq)
-            if seq in self._running.decoding and not memory.try_grow(seq):
+            if seq in self._running.decoding and not self._memory.try_grow(seq):
                 self._lacking.append(seq)  # it stands still until copies have ended
 
     def _emit(self, now: float, expired: tuple[Expiry, ...]) -> StepPlan:
@@ -429,8 +429,7 @@ class Scheduler:
         self._end(seq)
 
     def _end(self, seq: Sequence) -> None:
-        tenant = seq.tenant
-        was_running = seq.phase is Phase.RUNNING
+        was_running = seq.phase is _RUNNING
         if was_running:
             self._running.remove(seq)
         elif not seq.admission:
@@ -442,9 +441,9 @@ class Scheduler:
         self._admission.forget(seq)
         if self._memory.release(seq):
             self._gate.is_pressed = False
-        seq.phase = Phase.ENDED
+        seq.phase = _ENDED
         del self._live[seq.request_id]
-        self._tenants.settle(tenant, was_running=was_running)
+        self._tenants.settle(seq.tenant, was_running=was_running)
 
     def _note(self, seq: Sequence, verdict: Verdict, reason: Reason) -> None:
         self._decisions.append(Decision(seq.request_id, seq.tenant.name, verdict, reason))

@@ -66,7 +66,6 @@ class Sequence:
         fence: The copy that is in flight for it; 0 = none.
         reserved_blocks: Free blocks that are kept for it.
         incoming_blocks: Blocks that will be kept for it once a copy has passed.
-        has_promised_slot: Whether a place in the batch is kept for it.
     """
 
     request: Request
@@ -105,7 +104,6 @@ class Sequence:
     fence: int = 0
     reserved_blocks: int = 0
     incoming_blocks: int = 0
-    has_promised_slot: bool = False
 
     @property
     def num_output_tokens(self) -> int:

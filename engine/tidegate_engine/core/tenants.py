@@ -76,6 +76,7 @@ class Tenant:
         committed_blocks: Worst case of its running requests that may not be preempted.
         listed_key: Its place in the queue of its tier; None = it isn't in there.
         is_parked: Whether it waits for one of its own requests to end.
+        is_held: Whether its requests queue and none is let in.
         output_price: What an output token adds to its virtual counter.
     """
 
@@ -99,6 +100,7 @@ class Tenant:
     committed_blocks: int = 0
     listed_key: tuple[bool, float] | None = None
     is_parked: bool = False
+    is_held: bool = field(init=False)
     output_price: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,6 +124,7 @@ class Tenant:
     def obey(self, rule: TenantRule, tier: TierRule) -> None:
         """Be under these rules from now on."""
         self.rule, self.tier, self.is_declared = rule, tier, True
+        self.is_held = rule.stop is StopPolicy.HOLD
         self.output_price = OUTPUT_TOKEN_COST / (rule.weight or 1)
 
     def block_keys(self, block_size: int) -> BlockKeys:
@@ -202,11 +205,6 @@ class Tenant:
     def wants_service(self) -> bool:
         """Whether it stands in the queue of its tier, unless it is there already."""
         return bool(self.queue) and not self.is_parked and not self.is_held
-
-    @property
-    def is_held(self) -> bool:
-        """Whether its requests queue and none is let in."""
-        return self.rule.stop is StopPolicy.HOLD
 
     def take_over(self, other: "Tenant") -> None:
         """Have the requests of the same tenant in another tier, each in its place by arrival."""
