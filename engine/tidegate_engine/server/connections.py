@@ -29,6 +29,10 @@ MAX_OPEN_BODY_BYTES = 256 * 1024 * 1024
 REQUEST_SECONDS = 30
 """From connecting, or from a request's first byte, to its last."""
 
+IDLE_SECONDS = 75
+"""How long a connection waits for a further request: longer than gateways keep theirs (60 s is
+usual), so that they close it. A request that meets a closing connection fails."""
+
 UNREAD_SECONDS = 60
 """How long a client may take nothing of what waits for it; then its connection is gone."""
 
@@ -121,6 +125,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 # After the cut, so that tasks end by themselves.
                 timeout_graceful_shutdown=round(flush_seconds) + 1,
+                timeout_keep_alive=IDLE_SECONDS,
                 server_header=False,
             )
         )

@@ -231,6 +231,12 @@ async def test_an_answer_that_has_begun_is_broken_off_and_not_mixed_with_an_erro
     await serving
 
 
+def test_idle_connections_are_kept_for_longer_than_gateways_keep_theirs() -> None:
+    async def unused(_scope: Scope, _receive: Receive, _send: Send) -> None: ...
+
+    assert HttpServer(unused).config.timeout_keep_alive > 60
+
+
 def read_until_cut(connection: socket.socket) -> bytes:
     try:
         return read_to_the_end(connection)
