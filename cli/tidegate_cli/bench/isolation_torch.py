@@ -17,10 +17,10 @@ from tidegate_cli.bench.isolation_policy import Side, side_of
 from tidegate_cli.bench.isolation_side import FCFS
 from tidegate_cli.engine_metrics import EngineMetrics, TenantTotals
 from tidegate_cli.errors import NotReadyError
-from tidegate_cli.traces import TraceRequest
+from tidegate_cli.traces import TraceRequest, summarize_lengths
 
-LONGEST_PROMPT, LONGEST_OUTPUT = 256, 128
-"""Of the record's requests, once shortened."""
+PROMPT_P95, OUTPUT_P95 = 256, 64
+"""Tokens that 95 % of the record's requests stay within, once shortened."""
 
 SCALE = Scale(
     gold_ttft_seconds=2.0,
@@ -172,11 +172,13 @@ def shortened(
     """Shorten a record for the small model.
 
     Returns:
-        The requests, and the factors of prompts and outputs: those by which the longest of each
-        become `LONGEST_PROMPT` and `LONGEST_OUTPUT`.
+        The requests, and the factors of prompts and outputs: those by which the 95th percentiles
+        become `PROMPT_P95` and `OUTPUT_P95`. By the longest, a few very long prompts would make
+        all others so short that a step takes longer than reading them.
     """
-    by_prompt = LONGEST_PROMPT / max(one.prompt_tokens for one in recorded)
-    by_output = LONGEST_OUTPUT / max(one.output_tokens for one in recorded)
+    lengths = summarize_lengths(recorded)
+    by_prompt = PROMPT_P95 / lengths.prompt_p95
+    by_output = OUTPUT_P95 / lengths.output_p95
     requests = tuple(
         replace(
             one,

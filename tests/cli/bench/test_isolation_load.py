@@ -18,7 +18,8 @@ from tidegate_cli.bench.isolation_plan import (
     shedding,
 )
 from tidegate_cli.bench.isolation_simulated import SCALE
-from tidegate_cli.bench.isolation_torch import LONGEST_OUTPUT, LONGEST_PROMPT, shortened
+from tidegate_cli.bench.isolation_torch import OUTPUT_P95, PROMPT_P95, shortened
+from tidegate_cli.traces import summarize_lengths
 
 RECORDED = load_trace("azure2023_conv", None)
 GOLD = Label(tenant="gold", tier="gold", load=0.5, ttft_seconds=1.0)
@@ -105,7 +106,7 @@ def test_misbehaviour_is_the_rogues_alone_and_begins_when_it_is_counted(way: str
 def test_a_record_is_shortened_by_one_factor_for_each_side() -> None:
     short, factors = shortened(RECORDED)
 
-    assert max(one.prompt_tokens for one in short) == LONGEST_PROMPT
-    assert max(one.output_tokens for one in short) == LONGEST_OUTPUT
+    lengths = summarize_lengths(short)
+    assert (lengths.prompt_p95, lengths.output_p95) == (PROMPT_P95, OUTPUT_P95)
     assert [one.at_seconds for one in short] == [one.at_seconds for one in RECORDED]
     assert short[0].prompt_tokens == round(RECORDED[0].prompt_tokens * factors["prompt_factor"])
