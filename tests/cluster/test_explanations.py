@@ -49,6 +49,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crds_installed")]
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-engines-admin-token"
+URGENT = "urgent-to-be-explained"
 COMMAND = [sys.executable, "-m", "tidegate_cli"]
 
 
@@ -132,15 +133,24 @@ def fleet(
     pool["spec"]["allowedNamespaces"] = {"from": "All"}
     pod["spec"]["containers"][0]["ports"] = [{"name": "admin", "containerPort": admin_port}]
     ref = [{"name": "keys", "key": "key"}]
+    urgent = {"kind": "PriorityTier", "metadata": {"name": URGENT}, "spec": {"value": 1000}}
+    urgent["apiVersion"] = pool["apiVersion"]
     apply(
         kubectl,
         home,
+        urgent,
         pool,
         pod,
-        a_key_secret("keys", key="sk-gold"),
+        a_key_secret("keys", key="sk-gold", boss="sk-boss"),
         a_policy("gold", weight=200, apiKeySecretRefs=ref),
+        a_policy("boss", priorityTier=URGENT, apiKeySecretRefs=[{"name": "keys", "key": "boss"}]),
     )
-    acme = a_policy("acme", apiKeySecretRefs=ref, poolRefs=[{"name": "chat", "namespace": home}])
+    acme = a_policy(
+        "acme",
+        apiKeySecretRefs=ref,
+        poolRefs=[{"name": "chat", "namespace": home}],
+        preemption={"mode": "Recompute", "minQuantumTokens": 0},
+    )
     apply(kubectl, away, a_key_secret("keys", key="sk-acme"), acme)
     make_ready(kubectl, home, POD)
     set_address(kubectl, home, POD, "127.0.0.1")
@@ -226,6 +236,38 @@ def test_a_tenants_namespace_sees_its_own_requests_and_no_others(busy: Fleet) ->
     assert f"{busy.home}/gold" in {one["tenant"] for one in everyones}
 
 
+def test_who_was_taken_out_is_told_for_which_tier_and_nowhere_for_whom(fleet: Fleet) -> None:
+    asked = ("explain", "night")
+    with fleet.send("sk-acme", "night"):
+        eventually(lambda: requests_in(metrics_of(fleet)) == 1, "the request in the engine")
+        with fleet.send("sk-boss", "secret"):
+
+            def preempted() -> Any:  # noqa: ANN401
+                (found,) = fleet.json(*asked, "-n", fleet.away)["requests"]
+                return found if found["preempted"] else None
+
+            night = eventually(preempted, "the preemption")
+            own = {"authorization": "Bearer sk-acme"}
+            commands = (asked, ("get", "decisions"), ("status",), ("top", "--once"))
+            seen = [
+                fleet.run(*one, "-n", fleet.away, *more).stdout
+                for one in commands
+                for more in ((), ("--json",))
+            ]
+            engine = f"http://127.0.0.1:{fleet.engine.port}/v1/tidegate"
+            seen += [httpx.get(f"{engine}/{it}", headers=own).text for it in ("usage", "queue")]
+    (cut,) = night["preempted"]
+    assert (cut["cause"], cut["tier"]) == ("displaced", URGENT)
+    assert (cut["tenant"], cut["request_id"]) == (None, None)
+    assert (night["state"], night["waits_for"], night["position"]) == ("waiting", "slot", 1)
+    assert night["queued_since"] < cut["time"]
+    assert f"displaced, for another tenant of tier {URGENT}" in " ".join(seen[0].split())
+    for text in seen:
+        assert "acme" in text
+        assert not [secret for secret in ("boss", "secret", "gold") if secret in text]
+    eventually(lambda: requests_in(metrics_of(fleet)) == 0, "all cancelled")
+
+
 def test_decisions_are_listed_by_tenant_by_request_and_by_pool(busy: Fleet) -> None:
     where = ("--pool", f"{busy.home}/chat", "-n", busy.home)
     of_first = busy.json("get", "decisions", "--request", "first", *where)["decisions"]
@@ -245,7 +287,7 @@ def test_status_and_top_show_pools_and_tenants(busy: Fleet) -> None:
 
     eventually(is_waiting, "usage in status")
     view = busy.json("status", "-n", busy.home)
-    (pool,), (gold,) = view["pools"], view["tenants"]
+    (pool,), (_, gold) = view["pools"], view["tenants"]
     assert (pool["name"], pool["engines"], pool["laggards"]) == ("chat", "1/1", [])
     assert pool["revision"] >= 1
     assert (gold["name"], gold["weight"], gold["running"]) == ("gold", 200, 1)

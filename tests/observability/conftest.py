@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ RIGHTS = {
 }
 RANGE = "20s"
 MAX_PROMPT_TOKENS = 700
-WARM_UP_SECONDS = 45.0
+DATA_SECONDS = 45.0
 
 
 @dataclass
@@ -60,13 +59,19 @@ class Watched:
     """A pool under traffic and who watches it.
 
     Attributes:
-        until: Before then a series may still have to come.
+        weight: Of gold, as it is now.
     """
 
     prometheus: Prometheus
     kubectl: Kubectl
     engines: list[EngineProcess]
-    until: float = field(default_factory=lambda: time.monotonic() + WARM_UP_SECONDS)
+    weight: int = 300
+
+    def change(self) -> None:
+        """Change gold's policy, so that there is a change to be shown."""
+        self.weight = 700 - self.weight
+        apply(self.kubectl, NAMESPACE, _policy("gold", "premium", weight=self.weight, **_GOLD))
+        wait_for_conditions(self.kubectl, "tp", "gold", NAMESPACE, Programmed="Programmed")
 
     def data(self, expr: str, variables: Mapping[str, str]) -> list[Any]:
         """Return the series of a panel's query that have a number; waits for the first ones."""
@@ -75,9 +80,10 @@ class Watched:
         def ask() -> list[Any]:
             return [one for one in self.prometheus.query(query) if one["value"][1] != "NaN"]
 
-        while not (found := ask()) and time.monotonic() < self.until:
-            time.sleep(0.5)
-        return found
+        if not ask():
+            # What happens rarely may have left the query's range.
+            self.change()
+        return eventually(ask, f"data of {query}", timeout_seconds=DATA_SECONDS)
 
 
 def filled_in(text: str, variables: Mapping[str, str]) -> str:
@@ -145,9 +151,6 @@ def watched(
             "both engines run the policy",
         )
         exits.enter_context(_Traffic(engines))
-        # A change while it watches, so that there is one to show.
-        apply(kubectl, NAMESPACE, _policy("gold", "premium", weight=400, **_GOLD))
-        wait_for_conditions(kubectl, "tp", "gold", NAMESPACE, Programmed="Programmed")
         yield Watched(prometheus, kubectl, engines)
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tidegate_devcluster.redis_server import RedisServer
 from tidegate_engine.server.admin import create_admin_app
-from tidegate_policies.rules import PreemptionMode, PreemptionRule
+from tidegate_policies.rules import PreemptionMode, PreemptionRule, RateRule
 from tidegate_testing.cluster import eventually
 from tidegate_testing.engines import (
     MODEL,
@@ -103,6 +104,29 @@ def test_a_waiting_request_is_told_its_place_and_its_predicted_first_token(
         three = explained(tiered, "three")
     assert (three["position"], three["state"]) == (2, "waiting")
     assert three["predicted_ttft_seconds"] >= three["first_token_in_seconds"] > 0
+
+
+def test_what_a_request_waits_for_is_told(redis_server: RedisServer) -> None:
+    policy = a_snapshot(
+        a_keyed_tenant("gold"),
+        a_keyed_tenant("capped", max_running=1),
+        a_keyed_tenant("rated", rate=RateRule(requests_per_minute=1, burst_percent=100)),
+    )
+    with a_running_engine(
+        policy, max_num_seqs=2, step_seconds=0.002, redis_url=redis_server.url
+    ) as engine:
+        with waiting_requests(engine, ("capped", "first"), ("capped", "second")):
+            assert explained(engine, "second")["waits_for"] == "quota"
+        with waiting_requests(engine, ("gold", "one"), ("gold", "two"), ("rated", "three")):
+            assert explained(engine, "three")["waits_for"] == "slot"
+            refused = engine.http("rated").post(
+                "/v1/completions",
+                json={"model": MODEL, "prompt": "Hello"},
+                headers={"x-request-id": "four"},
+            )
+            assert refused.status_code == 429
+            four = explained(engine, "four")
+    assert (four["state"], four["waits_for"]) == ("refused", "rate")
 
 
 def test_who_is_gone_is_told_by_what_was_decided(tiered: RunningEngine) -> None:
