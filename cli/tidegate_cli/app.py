@@ -232,6 +232,21 @@ def cancel(
 
 
 @bench.command()
+def metrics(
+    tenants: Annotated[int, typer.Option(min=1, max=10_000, help="All of them active.")] = 1000,
+    json_file: JsonFile = None,
+    quick: Quick = False,
+) -> None:
+    """Time scrapes of an engine with many tenants under traffic, and what its streams notice."""
+    from tidegate_cli.bench.metrics import MetricsSettings, run_metrics
+
+    settings = MetricsSettings(tenants=tenants)
+    if quick:
+        settings = settings.quick()
+    run_to_end(run_metrics(_console(), settings=settings, progress=to_stderr, json_file=json_file))
+
+
+@bench.command()
 def preemption(
     seed: Annotated[int, typer.Option(help="Chooses prompts, and where blocks lie.")] = 1,
     json_file: JsonFile = None,
