@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tidegate_testing.helm import written_commands
+from tidegate_testing.helm import DISASTER_PAGE, INSTALL_PAGE, written_commands
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -21,6 +21,9 @@ FIRST_POLICY = (
 INSTALL = (
     "tests/charts/test_install.py"
     "::test_release_is_installed_upgraded_rolled_back_and_removed_and_no_policy_is_lost"
+)
+DISASTER = (
+    "tests/charts/test_disaster.py::test_what_was_lost_comes_back_and_engines_serve_all_the_time"
 )
 SCALING = "tests/cluster/test_scaler.py::test_the_pool_and_the_commands_of_the_page_work"
 UP = "tests/cli/test_up.py::test_what_is_printed_works_and_ctrl_c_stops_everything"
@@ -38,6 +41,7 @@ RUN_BY = {
     ("docs/first-policy.md", r"kubectl .*"): FIRST_POLICY,
     ("README.md", r"kubectl (apply -f silver.yaml|wait tenantpolicy/silver .*)"): FIRST_POLICY,
     ("docs/install.md", r"(kubectl|helm) .*"): INSTALL,
+    ("docs/disaster.md", r"(kubectl|helm) .*"): DISASTER,
     ("docs/scaling.md", r"kubectl .*"): SCALING,
     ("README.md", r"make run ARGS=up"): UP,
     ("docs/cli.md", r"tidegate explain .*"): EXPLAIN,
@@ -87,8 +91,21 @@ def test_the_named_test_exists(node: str) -> None:
     assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE)
 
 
-def test_commands_of_the_install_page_are_in_the_sections_that_its_test_follows() -> None:
-    sections = ("Prepare", "Install", "Upgrade", "Roll back", "Uninstall")
-    followed = {command for section in sections for command in written_commands(section)}
-    page = {command for page, command in documented() if page == "docs/install.md"}
-    assert {one for one in page if not one.startswith("docker ")} <= followed
+@pytest.mark.parametrize(
+    ("page", "sections"),
+    [
+        (INSTALL_PAGE, ("Prepare", "Install", "Upgrade", "Roll back", "Uninstall")),
+        (
+            DISASTER_PAGE,
+            ("Keep a copy", "See what is gone", "The operator is gone", "The objects are gone"),
+        ),
+    ],
+    ids=["install", "disaster"],
+)
+def test_commands_of_a_page_are_in_the_sections_that_its_test_follows(
+    page: Path, sections: tuple[str, ...]
+) -> None:
+    followed = {command for section in sections for command in written_commands(section, page)}
+    name = str(page.relative_to(ROOT))
+    written = {command for where, command in documented() if where == name}
+    assert {one for one in written if not one.startswith("docker ")} <= followed

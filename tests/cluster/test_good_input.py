@@ -229,6 +229,59 @@ def test_columns_of_an_engine_pool(kubectl: Kubectl, namespace: str) -> None:
     assert list(shown.values())[1:-1] == ["5/5", "True", "7", "60", "3"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "short", "columns"),
+    [
+        (
+            "PriorityTier",
+            "ptier",
+            {"VALUE": "-5", "DEFAULT": "false", "ACCEPTED": "True", "DESCRIPTION": "nightly"},
+        ),
+        (
+            "PreemptionPolicy",
+            "ppol",
+            {
+                "PREEMPTIBLE": "false",
+                "MODE": "Swap",
+                "ACCEPTED": "True",
+                "MAX": "5",
+                "RECLAIM": "Never",
+            },
+        ),
+        (
+            "ServiceLevel",
+            "slo",
+            {
+                "TTFT": "500ms",
+                "ITL": "40ms",
+                "OVERLOAD": "Shed",
+                "ACCEPTED": "True",
+                "QUEUE-TIMEOUT": "30s",
+                "REQUEST-TIMEOUT": "1h30m",
+            },
+        ),
+    ],
+)
+def test_columns_of_the_other_kinds(
+    kubectl: Kubectl, namespace: str, kind: str, short: str, columns: dict[str, str]
+) -> None:
+    manifest = full_manifest(kind, f"full-{namespace}")
+    if kind == "PriorityTier":
+        manifest = changed(manifest, {"spec.description": "nightly", "spec.globalDefault": False})
+    create(kubectl, namespace, manifest)
+    name, where = manifest["metadata"]["name"], f"--namespace={namespace}"
+    accepted = programmed().model_copy(update={"type": "Accepted", "reason": "Accepted"})
+    status = {"status": {"conditions": [accepted.as_json()]}}
+    patch = ("--subresource=status", "--type=merge", "-p", json.dumps(status))
+    kubectl("patch", short, name, where, *patch, check=True)
+    shown = kubectl("get", short, name, where, "-o", "wide", check=True).stdout
+    header, values = map(str.split, shown.splitlines())
+    found = dict(zip(header, values, strict=True))
+    assert found.pop("NAME") == name
+    assert found.pop("AGE")
+    assert found == columns
+
+
 def test_pool_is_scaled_like_a_workload(kubectl: Kubectl, namespace: str) -> None:
     create(kubectl, namespace, full_manifest("EnginePool"))
     status = EnginePoolStatus(replicas=5, selector="app=engine")

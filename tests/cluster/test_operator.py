@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +13,7 @@ from tidegate_devcluster.kubectl import Kubectl
 from tidegate_operator.watch_cache import key_digest
 from tidegate_policies.wire import TenantCounters, envelope_key
 from tidegate_testing.operator_process import (
+    USAGE_SECONDS,
     Manifest,
     OperatorSetup,
     a_key_secret,
@@ -329,3 +332,24 @@ def test_usage_of_an_active_tenant_is_shown_and_goes_at_rest(
     assert (usage() or {})["kvPercent"] == 25
     engines[0].tenants = ()
     wait_until(lambda: usage() is None)
+
+
+def test_usage_that_changes_all_the_time_is_written_now_and_then(
+    kubectl: Kubectl, namespace: str, engines: list[ReportingEngine]
+) -> None:
+    apply(kubectl, namespace, a_policy("acme"))
+    wait_for_conditions(kubectl, "tp", "acme", namespace, Ready="Ready")
+    written: dict[str, float] = {}
+    numbers = itertools.cycle(range(1, 90))
+
+    def has_been_written(times: int) -> bool:
+        used = TenantCounters(tenant=f"{namespace}/acme", running=1, kv_used_blocks=next(numbers))
+        engines[0].tenants = (used,)
+        version = read(kubectl, "tp", "acme", namespace)["metadata"]["resourceVersion"]
+        written.setdefault(version, time.monotonic())
+        return len(written) > times
+
+    wait_until(lambda: has_been_written(6))
+    _, first, *_, last = written.values()
+    # Five periods, but for what looking takes.
+    assert last - first > 4 * USAGE_SECONDS

@@ -22,6 +22,7 @@ CHARTS = Path(__file__).resolve().parents[3] / "charts"
 CHART = CHARTS / "tidegate"
 CRD_CHART = CHARTS / "tidegate-crds"
 INSTALL_PAGE = CHARTS.parent / "docs" / "install.md"
+DISASTER_PAGE = CHARTS.parent / "docs" / "disaster.md"
 
 
 OPERATOR_NAMESPACE = "tidegate"
@@ -84,10 +85,10 @@ class Helm:
         return [found for found in yaml.safe_load_all(done.stdout) if found]
 
 
-def written_commands(section: str) -> list[str]:
-    """Return the commands under a heading of docs/install.md, in order."""
-    text = INSTALL_PAGE.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-    assert text, f"docs/install.md has no section {section!r}"
+def written_commands(section: str, page: Path = INSTALL_PAGE) -> list[str]:
+    """Return the commands under a heading of a page, in order."""
+    text = page.read_text().partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    assert text, f"{page} has no section {section!r}"
     # Only what is indented by four spaces is a command; files are in fences.
     outside = "".join(text.split("```")[::2])
     return [line.strip() for line in outside.splitlines() if line.startswith("    ")]

@@ -21,6 +21,7 @@ from tidegate_operator.keys import generate_signing_key, load_signing_key, publi
 Manifest = dict[str, Any]
 
 STOP_SECONDS = 10.0
+USAGE_SECONDS = 1.0
 RUN = "import runpy; runpy.run_module('tidegate_operator', run_name='__main__')"
 
 
@@ -57,7 +58,7 @@ class OperatorSetup:
             "TIDEGATE_OPERATOR_SIGNING_KEY_FILE": str(self.directory / "signing-key.pem"),
             "TIDEGATE_OPERATOR_NAMESPACES": ",".join(self.namespaces),
             "TIDEGATE_OPERATOR_SWEEP_SECONDS": str(self.sweep_seconds),
-            "TIDEGATE_OPERATOR_USAGE_SECONDS": "1",
+            "TIDEGATE_OPERATOR_USAGE_SECONDS": str(USAGE_SECONDS),
             "TIDEGATE_OPERATOR_TENANT_DASHBOARDS": str(self.has_tenant_dashboards),
             **self._explaining(),
             **({"TIDEGATE_OPERATOR_LEASE": self.lease} if self.lease else {}),
