@@ -1,4 +1,4 @@
-"""Makes the credentials of an installation, once: signing key, Redis passwords, admin token.
+"""Makes the credentials of an installation, once: signing key, Redis passwords, tokens.
 
     python -m tidegate_operator.credentials --namespace NAMESPACE --prefix RELEASE
 
@@ -6,7 +6,7 @@ What is there already is never changed: an upgrade, a rollback or a second insta
 and goes on with it, and so do credentials that were put there by hand. Three Secrets, so that
 nobody can read more than its own part:
 
-* `RELEASE-operator`: `signing-key`, `redis-password`;
+* `RELEASE-operator`: `signing-key`, `redis-password`, `console-token`;
 * `RELEASE-engine`: `verify-key`, `redis-password`, `admin-token`;
 * `RELEASE-redis`: SHA-256 of the two passwords, `operator-sha256` and `engine-sha256`.
 """
@@ -70,6 +70,7 @@ def completed(found: Credentials) -> dict[str, dict[str, str]]:
             "engine", "verify-key", "belongs to a signing key that the operator's Secret lacks"
         )
     operator.setdefault("signing-key", private_key_text(Ed25519PrivateKey.generate()))
+    operator.setdefault("console-token", secrets.token_hex(PASSWORD_BYTES))
     try:
         verify_key = public_key_text(parse_signing_key(operator["signing-key"].encode()))
     except ValueError as error:

@@ -53,6 +53,7 @@ RUN_BY = {
 NOT_RUN = {
     ("docs/install.md", r"docker build .*"): "needs a container engine; test_images runs the steps",
     ("docs/console.md", r"kubectl .* port-forward .*"): "pods have no kubelet that forwards",
+    ("docs/console.md", r"kubectl .* get secret .*"): "test_install reads the Secret as an object",
     ("docs/benchmarks.md", r"make run ARGS=\"bench .*"): "measures for minutes",
     ("README.md", r"make (demo|test)\b.*"): "is what runs the tests, or needs the machine alone",
     (

@@ -93,6 +93,7 @@ def test_one_distribution_ships_every_package_and_the_command(tmp_path: Path) ->
         "operator",
         "engine",
         "tracing",
+        "console",
         "cli",
         "dev",
     }

@@ -32,6 +32,7 @@ EVERYTHING: dict[str, Any] = {
         "namespaces": ["team-a", "team-b"],
         "apiKeyNamespaces": ["team-a"],
         "prometheusUrl": "http://prometheus.monitoring:9090",
+        "console": {"enabled": True, "resources": {"limits": {"memory": "1Gi"}}},
         "sweepSeconds": 30.5,
         "logLevel": "DEBUG",
         "podAnnotations": {"example.org/a": "b"},
@@ -64,6 +65,7 @@ EVERYTHING: dict[str, Any] = {
     "networkPolicy": {
         "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
         "explainFrom": [{"ipBlock": {"cidr": "10.0.0.0/16"}}],
+        "consoleFrom": [{"podSelector": {"matchLabels": {"app": "ingress"}}}],
         "enginesFrom": [{"podSelector": {}}],
         "redisFrom": [{"namespaceSelector": {}, "podSelector": {"matchLabels": {"a": "b"}}}],
     },
@@ -95,6 +97,7 @@ VARIANTS: dict[str, Values] = {
             "replicas": 1,
             "apiKeyNamespaces": ["*"],
             "explain": {"enabled": False},
+            "console": {"enabled": True},
         },
         "credentials": {"create": False},
         "networkPolicy": {"enabled": False},

@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tidegate_devcluster.assets import Assets
@@ -109,6 +110,9 @@ def test_release_is_installed_upgraded_rolled_back_and_removed_and_no_policy_is_
         full_cluster.kubectl("apply", "-n", NAMESPACE, "-f", "-", input=listed(stored_objects()))
         release.wait_until_all_is_in_force()
         assert release.answer() == 200
+        shown = f"{NAMESPACE}/chat"
+        eventually(lambda: shown in release.console()[1], "the pool in the console")
+        assert release.console()[0] == httpx.codes.UNAUTHORIZED
         before, credentials = release.identities(), release.credentials()
         assert len(before) == NUM_POLICIES + 3
         assert set(credentials) == {"tidegate-operator", "tidegate-engine", "tidegate-redis"}

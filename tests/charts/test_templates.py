@@ -295,6 +295,43 @@ def test_questions_are_answered_where_all_that_this_takes_is_there_and_only_ther
         )
 
 
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_the_console_runs_beside_the_operator_behind_a_token_where_it_is_asked_for(
+    helm: Helm, *, is_asked: bool
+) -> None:
+    values = {
+        "operator": {
+            "console": {"enabled": is_asked},
+            "explain": {"enabled": False},
+            "namespaces": ["a", "b"],
+        },
+        "networkPolicy": {"consoleFrom": [{"podSelector": {}}]},
+    }
+    objects = helm.render(values=values)
+    spec = only(objects, "Deployment", "tidegate-operator")["spec"]["template"]["spec"]
+    ingress = only(objects, "NetworkPolicy", "tidegate-operator")["spec"]["ingress"]
+    services = [one for one in objects if one["metadata"]["name"] == "tidegate-console"]
+    containers = {container["name"]: container for container in spec["containers"]}
+    assert ("console" in containers) is is_asked
+    assert len(services) == is_asked
+    assert ({"ports": [{"port": "console"}], "from": [{"podSelector": {}}]} in ingress) is is_asked
+    if is_asked:
+        console = containers["console"]
+        assert console["image"] == containers["operator"]["image"]
+        assert console["args"][:2] == ["tidegate_cli", "console"]
+        assert {"--host=0.0.0.0", "--namespace=a", "--namespace=b"} <= {*console["args"]}
+        env = {entry["name"]: entry for entry in console["env"]}
+        assert env["TIDEGATE_CONSOLE_TOKEN"]["valueFrom"]["secretKeyRef"] == {
+            "name": "tidegate-operator",
+            "key": "console-token",
+        }
+        assert env["TIDEGATE_REDIS_URL"]["value"].startswith("redis://operator:$(REDIS_PASSWORD)@")
+        mounted = {mount["name"] for mount in console["volumeMounts"]}
+        assert mounted == {"engine-token"} <= {volume["name"] for volume in spec["volumes"]}
+        assert services[0]["spec"]["sessionAffinity"] == "ClientIP"
+        assert services[0]["spec"]["ports"][0]["targetPort"] == "console"
+
+
 def test_engines_trust_a_gateway_by_the_token_of_a_secret_if_their_pool_says_so(
     helm: Helm,
 ) -> None:

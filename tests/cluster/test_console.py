@@ -14,10 +14,12 @@ from typing import Literal
 
 import pytest
 from playwright.sync_api import Browser, expect
+from redis import Redis
 
 from tidegate_devcluster.assets import Assets
 from tidegate_devcluster.control_plane import ControlPlane
 from tidegate_devcluster.kubectl import Kubectl
+from tidegate_devcluster.redis_server import RedisServer
 from tidegate_testing.browser import WatchedPage, a_page, running_browser
 from tidegate_testing.console_process import ConsoleProcess, a_console
 from tidegate_testing.control import Publisher
@@ -39,6 +41,7 @@ from tidegate_testing.operator_process import (
 
 pytestmark = [pytest.mark.browser, pytest.mark.cluster]
 
+ROOT = Path(__file__).parents[2]
 PODS = ("engine-0", "engine-1")
 ENGINE_TOKEN = "a token for the engines' admin API"
 SOON_MS = 2000
@@ -237,6 +240,61 @@ def test_a_request_is_looked_up_and_told_decision_by_decision(
     )
 
 
+@pytest.fixture
+def viewer(serving: Serving, control_plane: ControlPlane, kubectl: Kubectl) -> Path:
+    """Kubeconfig of somebody who may get and list what the console reads, and nothing else."""
+    where = ("-n", serving.namespace)
+    read = ("--verb=get,list", "--resource=enginepools.tidegate.io,tenantpolicies.tidegate.io,pods")
+    kubectl("create", "role", "viewer", *read, *where, check=True)
+    kubectl("create", "rolebinding", "viewer", "--role=viewer", "--user=viewer", *where, check=True)
+    return control_plane.user_kubeconfig("viewer")
+
+
+@pytest.fixture
+def readable_redis(redis_server: RedisServer) -> str:
+    """Redis, for one who may read and listen and nothing else."""
+    with Redis.from_url(redis_server.url) as redis:
+        page = (ROOT / "docs/console.md").read_text()
+        (rules,) = re.findall(r"^user viewer on >PASSWORD (.*)$", page, re.MULTILINE)
+        redis.execute_command("ACL", "SETUSER", "viewer", "on", ">word", *rules.split())
+    return redis_server.url_for(username="viewer", password="word")
+
+
+def test_a_console_that_may_only_read_shows_all_and_asks_engines_by_their_token(
+    serving: Serving, browser: Browser, viewer: Path, readable_redis: str, tmp_path: Path
+) -> None:
+    answer = (
+        serving.engines[0].openai("acme").completions.create(model=MODEL, prompt="Hi", max_tokens=2)
+    )
+    token = tmp_path / "token"
+    token.write_text(ENGINE_TOKEN)
+    options = (
+        *("--kubeconfig", str(viewer)),
+        *("--redis-url", readable_redis),
+        *("--namespace", serving.namespace),
+        *("--engine-token-file", str(token)),
+    )
+    with (
+        a_console(tmp_path, *options) as console,
+        a_page(browser, console.url) as page,
+    ):
+        page.open()
+        expect(page.page.locator("h2")).to_have_text(f"{serving.namespace}/chat")
+        expect(page.page.locator(".state")).to_have_text("Programmed")
+        expect(page.page.locator("tbody tr")).to_have_count(2)
+        expect(page.page.locator(".problems")).to_be_hidden()
+        page.open("/tenants")
+        expect(page.page.locator("tbody tr").filter(has_text="acme")).to_contain_text("Ready")
+        page.open(f"/request?id={answer.id}")
+        expect(page.page.locator("dd", has_text="acme")).to_be_visible(timeout=10_000)
+        expect(page.page.locator("dd", has_text="engine-0")).to_be_visible()
+        page.open("/request?id=nobody-knows-it")
+        expect(page.page.get_by_role("status").filter(has_text="no engine")).to_be_visible(
+            timeout=10_000
+        )
+        assert page.complaints == []
+
+
 def test_the_keyboard_reaches_everything_and_changes_the_theme(page: WatchedPage) -> None:
     page.open("/tenants")
     reached = []
@@ -258,16 +316,32 @@ def test_the_keyboard_reaches_everything_and_changes_the_theme(page: WatchedPage
     expect(body).to_have_class(re.compile("body--dark"))
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
-def test_every_page_fits_wide_and_narrow_screens(
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_every_page_fits_wide_and_narrow_screens_and_can_be_read_in_light_and_dark(
     serving: Serving, browser: Browser, width: int, scheme: Literal["light", "dark"]
 ) -> None:
-    with a_page(browser, serving.console.url, width=width, scheme=scheme) as page:
-        for path, heading in {"/": "Pools", "/tenants": "Tenants", "/request": "Request"}.items():
+    done = (
+        serving.engines[0].openai("acme").completions.create(model=MODEL, prompt="Hi", max_tokens=2)
+    )
+    shown = {
+        "/": ("Pools", "h2"),
+        "/tenants": ("Tenants", "h2"),
+        "/request": ("Request", "form"),
+        f"/request?id={done.id}": ("Request", "h2"),
+        "/request?id=nobody-knows-it": ("Request", "form"),
+    }
+    with (
+        a_long_answer(serving.engines[0], "acme"),
+        a_page(browser, serving.console.url, width=width, scheme=scheme) as page,
+    ):
+        for path, (heading, content) in shown.items():
             page.open(path)
             expect(page.page.locator("h1")).to_have_text(heading)
             expect(page.page.locator("body")).to_have_class(re.compile(f"body--{scheme}"))
+            expect(page.page.locator(content).first).to_be_visible(timeout=10_000)
             assert page.overhang == 0
+            assert page.faint_texts == [], path
         assert page.complaints == []
 
 

@@ -15,6 +15,7 @@ def test_what_is_missing_is_made_and_belongs_together() -> None:
         assert made["redis"][f"{part}-sha256"] == hashlib.sha256(password.encode()).hexdigest()
     assert made["operator"]["redis-password"] != made["engine"]["redis-password"]
     assert len(made["engine"]["admin-token"]) >= 32
+    assert len(made["operator"]["console-token"]) >= 32
     assert "signing-key" not in made["engine"]
     assert completed({}) != made
 

@@ -1,4 +1,4 @@
-# The operator, without torch. From the repository's root:
+# The operator and the console, without torch. From the repository's root:
 #   docker build -f tools/images/operator.Dockerfile -t tidegate/operator:0.1.0 .
 FROM python:3.11-slim AS build
 WORKDIR /src
@@ -8,7 +8,7 @@ COPY engine engine
 COPY policies policies
 COPY cli cli
 RUN python -m venv /opt/tidegate \
- && /opt/tidegate/bin/pip install --no-cache-dir --constraint constraints.txt '.[operator]'
+ && /opt/tidegate/bin/pip install --no-cache-dir --constraint constraints.txt '.[console]'
 
 FROM python:3.11-slim
 COPY --from=build /opt/tidegate /opt/tidegate

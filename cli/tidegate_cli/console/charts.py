@@ -18,7 +18,7 @@ MOST_SERIES = 7
 OTHERS = "others"
 
 # Told apart by people with any colour vision, on white as on black: after Okabe and Ito.
-COLOURS = ("#2f7ed8", "#e08b00", "#16a085", "#c2569b", "#7a6ff0", "#d1495b", "#5b8c2a", "#8a8f98")
+COLOURS = ("#2f7ed8", "#c67a00", "#16a085", "#c2569b", "#7a6ff0", "#d1495b", "#5b8c2a", "#8a8f98")
 LOW_COLOUR, HIGH_COLOUR = "#b7791f", "#d1495b"
 _LINE = {"lineStyle": {"color": "rgba(128, 140, 155, 0.35)"}}
 _AXIS = {"splitLine": _LINE, "axisLine": _LINE, "axisTick": _LINE}

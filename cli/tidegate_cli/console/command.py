@@ -17,7 +17,7 @@ def add_console(app: typer.Typer) -> None:
     app.command()(console)
 
 
-def console(  # noqa: PLR0917 - typer passes options by name
+def console(  # noqa: PLR0913, PLR0917 - typer passes options by name
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one.")] = 8090,
     token: Annotated[
@@ -33,7 +33,12 @@ def console(  # noqa: PLR0917 - typer passes options by name
     ] = "redis://127.0.0.1:6379/0",
     redis_ca_file: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, exists=True, help="Of a rediss:// URL; the system's without."),
+        typer.Option(
+            envvar="TIDEGATE_REDIS_CA_FILE",
+            dir_okay=False,
+            exists=True,
+            help="Of a rediss:// URL; the system's without.",
+        ),
     ] = None,
     namespace: Annotated[
         list[str] | None,
@@ -46,6 +51,14 @@ def console(  # noqa: PLR0917 - typer passes options by name
             help="Whom to ask about requests: NAMESPACE/SERVICE:PORT, or a URL.",
         ),
     ] = OPERATOR,
+    engine_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False,
+            exists=True,
+            help="With the token of the engines' admin API, to ask them and not the operator.",
+        ),
+    ] = None,
     kubeconfig: Annotated[
         Path | None,
         typer.Option(envvar="KUBECONFIG", help="That of kubectl, or the pod's own, without it."),
@@ -68,5 +81,6 @@ def console(  # noqa: PLR0917 - typer passes options by name
         redis_ca_file=redis_ca_file,
         namespaces=tuple(namespace or ()),
         operator=operator,
+        engine_token_file=engine_token_file,
     )
     run_to_end(run_console(Console(), settings=settings), interrupted=0)

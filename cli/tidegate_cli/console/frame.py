@@ -106,16 +106,16 @@ def cell_table(columns: Mapping[str, str], *, label: str, rows_per_page: int = 0
     ]
     table = ui.table(columns=defined, rows=[], row_key="key", pagination=rows_per_page)
     table.props(f'flat wrap-cells aria-label="{label}"')
-    if not rows_per_page:
-        table.props("hide-bottom")
     table.add_slot("body", _CELLS)
     return table
 
 
 def set_rows(table: ui.table, rows: Sequence[Row]) -> None:
-    """Show other rows, if they are others."""
+    """Show other rows, if they are others; controls of pages only where there are several."""
     if list(rows) != table.rows:
         table.rows = list(rows)
+        is_one_page = 0 < len(rows) <= (table.pagination["rowsPerPage"] or len(rows))
+        table.props(**{"add" if is_one_page else "remove": "hide-bottom"})
 
 
 def _theme_button(request: Request) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from nicegui import ui
 from redis.asyncio import Redis
 from rich.console import Console
 
-from tidegate_cli.console.explain import Explain, RequestLookup
+from tidegate_cli.console.explain import EngineLookup, Explain, RequestLookup
 from tidegate_cli.console.gate import PARAMETER, Gate, is_loopback
 from tidegate_cli.console.pages import build_pages
 from tidegate_cli.console.watch import FleetWatch
@@ -51,6 +51,7 @@ class ConsoleSettings:
         redis_ca_file: Certificates that Redis' own is checked against; None = the system's.
         namespaces: Only what is in these; empty = all.
         operator: Whom to ask about requests, as in `Place`.
+        engine_token_file: With it engines are asked about requests, and not the operator.
     """
 
     host: str = "127.0.0.1"
@@ -61,6 +62,7 @@ class ConsoleSettings:
     redis_ca_file: Path | None = None
     namespaces: tuple[str, ...] = ()
     operator: str = OPERATOR
+    engine_token_file: Path | None = None
 
 
 async def run_console(console: Console, *, settings: ConsoleSettings) -> None:
@@ -81,11 +83,7 @@ async def run_console(console: Console, *, settings: ConsoleSettings) -> None:
                 kubeconfig=settings.kubeconfig or _own_kubeconfig(),
                 namespaces=settings.namespaces,
             )
-            explain = RequestLookup(
-                lambda: watch.fleet().pool_names,
-                kubeconfig=settings.kubeconfig,
-                operator=settings.operator,
-            )
+            explain = _lookup(settings, lambda: watch.fleet().pool_names)
             url = _url(settings.host, listener.getsockname()[1], token)
             console.print(f"Tidegate console: {url}", highlight=False, soft_wrap=True)
             await _serve(console_app(watch, explain, token=token), listener, watch)
@@ -173,6 +171,13 @@ def _own_kubeconfig() -> Path | None:
     """Return kubectl's default; None where there is none, as in a pod."""
     path = Path(KUBE_CONFIG_DEFAULT_LOCATION).expanduser()
     return path if path.exists() else None
+
+
+def _lookup(settings: ConsoleSettings, pools: Callable[[], Sequence[str]]) -> Explain:
+    if settings.engine_token_file is not None:
+        kubeconfig = settings.kubeconfig or _own_kubeconfig()
+        return EngineLookup(pools, kubeconfig=kubeconfig, token_file=settings.engine_token_file)
+    return RequestLookup(pools, kubeconfig=settings.kubeconfig, operator=settings.operator)
 
 
 def _redis(settings: ConsoleSettings) -> "Redis":

@@ -1,6 +1,14 @@
 """The charts of a pool."""
 
+import re
+from importlib import resources
+
+import pytest
+
 from tidegate_cli.console.charts import (
+    COLOURS,
+    HIGH_COLOUR,
+    LOW_COLOUR,
     MOST_SERIES,
     OTHERS,
     batch_chart,
@@ -12,6 +20,29 @@ from tidegate_cli.console.charts import (
 from tidegate_cli.console.history import KEPT_SECONDS, History, Sample
 from tidegate_cli.console.views import EngineView, PoolView, TierQueue, Verdict
 from tidegate_policies.rules import WatermarkRule
+
+PANELS = re.findall(
+    r"--panel: #(\w+)",
+    resources.files("tidegate_cli.console").joinpath("style.css").read_text(encoding="utf-8"),
+)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, as WCAG 2.2 defines it."""
+    digits = colour if len(colour) == 6 else "".join(2 * digit for digit in colour)
+    parts = [int(digits[at : at + 2], 16) / 255 for at in (0, 2, 4)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("colour", [*COLOURS, LOW_COLOUR, HIGH_COLOUR])
+def test_lines_stand_out_from_light_and_dark_panels(colour: str) -> None:
+    assert len(PANELS) == 2
+    for panel in PANELS:
+        low, high = sorted((luminance(colour.removeprefix("#")), luminance(panel)))
+        assert (high + 0.05) / (low + 0.05) >= 3  # WCAG 2.2, 1.4.11, level AA
 
 
 def a_pool(

@@ -19,6 +19,53 @@ pods of other tests come with theirs."""
 
 ATTEMPTS = 5
 
+_FAINT_TEXTS = """() => {
+  const channels = (colour) => {
+    const found = colour.match(/[\\d.]+/g).map(Number);
+    return found.length < 4 ? [...found, 1] : found;
+  };
+  const over = (top, below) => top.slice(0, 3).map((c, i) => c * top[3] + below[i] * (1 - top[3]));
+  const backdrop = (element) => {
+    const layers = [];
+    for (let e = element; e; e = e.parentElement) {
+      layers.push(channels(getComputedStyle(e).backgroundColor));
+    }
+    return layers.reverse().reduce((below, top) => over(top, below), [255, 255, 255]);
+  };
+  const luminance = (rgb) => {
+    const [r, g, b] = rgb.map((c) => c / 255).map(
+      (c) => (c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const opacity = (element) => {
+    let found = 1;
+    for (let e = element; e; e = e.parentElement) found *= Number(getComputedStyle(e).opacity);
+    return found;
+  };
+  const faint = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  let count = 0;
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const element = node.parentElement, text = node.textContent.trim();
+    const seen = element.checkVisibility({ checkVisibilityCSS: true, checkOpacity: true });
+    const style = getComputedStyle(element);
+    if (!text || !seen || style.clipPath !== 'none') continue;
+    count += 1;
+    const behind = backdrop(element);
+    const ink = channels(element.closest('svg') ? style.fill : style.color);
+    ink[3] *= opacity(element);
+    const both = [luminance(over(ink, behind)), luminance(behind)].sort((a, b) => b - a);
+    const ratio = (both[0] + 0.05) / (both[1] + 0.05);
+    const size = parseFloat(style.fontSize);
+    const isLarge = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700);
+    if (ratio < (isLarge ? 3 : 4.5)) faint.push(`${ratio.toFixed(2)} ${text}`);
+  }
+  return { count, faint };
+}"""
+"""Texts whose contrast is below what WCAG 2.2 asks for at level AA (1.4.3), and how many there are.
+
+Relative luminance and ratio as in its glossary; colours are those that the browser computed.
+"""
+
 
 @contextmanager
 def running_browser(assets: Assets) -> Iterator[Browser]:
@@ -75,6 +122,14 @@ class WatchedPage:
             "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         )
         return found
+
+    @property
+    def faint_texts(self) -> list[str]:
+        """Return the texts that people with weak eyes can't read, with their contrast."""
+        found = self.page.evaluate(_FAINT_TEXTS)
+        assert found["count"] > 0
+        faint: list[str] = found["faint"]
+        return faint
 
     def watch(self) -> None:
         """Begin to note."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tidegate_testing.cluster import eventually
 
+START_SECONDS = 120.0
 STOP_SECONDS = 15.0
 
 
@@ -52,7 +53,8 @@ def a_console(folder: Path, *arguments: str) -> Iterator[ConsoleProcess]:
         return found[0] if found else ""
 
     try:
-        yield ConsoleProcess(process, eventually(address, "the console's address"), log)
+        started = eventually(address, "the console's address", timeout_seconds=START_SECONDS)
+        yield ConsoleProcess(process, started, log)
     finally:
         process.kill()
         process.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -29,7 +30,7 @@ STREAM_TOKENS = 80
 """A stream takes about a second, less than engines drain for."""
 
 VALUES: dict[str, Any] = {
-    "operator": {"apiKeyNamespaces": [NAMESPACE]},
+    "operator": {"apiKeyNamespaces": [NAMESPACE], "console": {"enabled": True}},
     "redis": {"enabled": False},
     "externalRedis": {
         "operatorUrl": {"secretName": "redis-operator"},
@@ -173,6 +174,22 @@ class Release:
         )
         with urllib.request.urlopen(request, timeout=30) as response:
             return int(response.status)
+
+    def console(self) -> tuple[int, str]:
+        """Ask the console for its page without a token, and with the one that was made.
+
+        Returns:
+            The status without it, and the page with it.
+        """
+        url = f"http://{self._cluster.address(self._namespace, 'tidegate-console')}/"
+        (made,) = (own for name, own in self.credentials().items() if name.endswith("-operator"))
+        token = base64.b64decode(made["console-token"]).decode()
+        with httpx.Client(follow_redirects=True, timeout=30) as visitor:
+            try:
+                refused = visitor.get(url)
+            except httpx.TransportError as error:
+                return 0, repr(error)
+            return refused.status_code, visitor.get(url, params={"token": token}).text
 
 
 def streams(cluster: RunningCluster) -> Callable[[], str]:
