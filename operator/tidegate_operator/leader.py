@@ -14,6 +14,7 @@ from typing import Any, Self
 import aiohttp
 
 from tidegate_operator.kube import ApiError, KubeApi
+from tidegate_operator.tasks import in_a_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class Election:
             try:
                 await self._read()
             except _ERRORS as error:
-                _LOG.warning("lease %s can't be read: %s", self._lease, error)
+                _LOG.warning("lease %s can't be read: %s", self._lease, in_a_line(error))
                 await asyncio.sleep(LOOK_SECONDS)
             else:
                 return
@@ -118,7 +119,7 @@ class Election:
                     return
             except _ERRORS as error:
                 if not (isinstance(error, ApiError) and error.status == CONFLICT):
-                    _LOG.warning("lease %s can't be taken: %s", self._lease, error)
+                    _LOG.warning("lease %s can't be taken: %s", self._lease, in_a_line(error))
             await asyncio.sleep(LOOK_SECONDS)
 
     async def keep(self) -> None:
@@ -139,9 +140,10 @@ class Election:
             except _ERRORS as error:
                 if loop.time() >= renewed_at + GIVE_UP_SECONDS - RENEW_SECONDS:
                     raise LeadershipLostError(
-                        str(self._lease), f"not renewed for {GIVE_UP_SECONDS:g} s: {error}"
+                        str(self._lease),
+                        f"not renewed for {GIVE_UP_SECONDS:g} s: {in_a_line(error)}",
                     ) from error
-                _LOG.warning("lease %s is not renewed: %s", self._lease, error)
+                _LOG.warning("lease %s is not renewed: %s", self._lease, in_a_line(error))
             else:
                 renewed_at = asked_at
 
@@ -153,7 +155,7 @@ class Election:
             async with asyncio.timeout(RELEASE_SECONDS):
                 await self._write({**self._held["spec"], "holderIdentity": "", "renewTime": _now()})
         except _ERRORS as error:
-            _LOG.warning("lease %s is not released: %s", self._lease, error)
+            _LOG.warning("lease %s is not released: %s", self._lease, in_a_line(error))
         self._held = None
 
     async def _try_to_take(self) -> bool:

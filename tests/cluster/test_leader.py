@@ -17,6 +17,7 @@ from tidegate_operator.kube import ApiError, KubeApi
 from tidegate_operator.leader import (
     CONFLICT,
     LEASE_SECONDS,
+    RELEASE_SECONDS,
     Election,
     LeadershipLostError,
     LeaseName,
@@ -136,18 +137,30 @@ async def test_lease_is_renewed_as_long_as_it_is_kept(
     assert read(kubectl, "lease", lease.name, lease.namespace)["spec"]["holderIdentity"] == "two"
 
 
+async def no_answer(*_: object, **__: object) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_leader_that_ends_waits_for_no_answer_for_ever(
+    operator_setup: OperatorSetup, operator_lease: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with KubeApi.connected(Path(operator_setup.kubeconfig)) as api:
+        one = Election(api, LeaseName.parse(operator_lease), "one")
+        await one.acquire()
+        monkeypatch.setattr(api, "request", no_answer)
+        async with asyncio.timeout(2 * RELEASE_SECONDS):
+            await one.release()
+
+
 async def test_leader_that_gets_no_answer_stops_before_others_begin(
     operator_setup: OperatorSetup, operator_lease: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def no_answer(*_: object, **__: object) -> None:
-        await asyncio.Event().wait()
-
     async with KubeApi.connected(Path(operator_setup.kubeconfig)) as api:
         one = Election(api, LeaseName.parse(operator_lease), "one")
         await one.acquire()
         monkeypatch.setattr(api, "request", no_answer)
         async with asyncio.timeout(LEASE_SECONDS):
-            with pytest.raises(LeadershipLostError, match="not renewed for 7 s"):
+            with pytest.raises(LeadershipLostError, match="not renewed for 7 s: TimeoutError"):
                 await one.keep()
 
 
