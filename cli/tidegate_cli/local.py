@@ -258,13 +258,17 @@ class LocalTidegate:
                 "custom resource definitions", limit_seconds=DEFINED_SECONDS, last_seen="refused"
             ) from None
 
+    async def operator_kubeconfig(self) -> Path:
+        """Return that of the user whom the operator works as: here who may do everything."""
+        return self.cluster.kubeconfig
+
     async def _start_operator_child(self, exits: AsyncExitStack) -> None:
         signing_key_file = self.work_folder / "signing-key.pem"
         self._verify_key = public_key_text(generate_signing_key(signing_key_file))
         engine_token_file = self.work_folder / "engine-token"
         engine_token_file.write_text(self._engine_token)
         self.operator = OperatorChild(
-            kubeconfig=self.cluster.kubeconfig,
+            kubeconfig=await self.operator_kubeconfig(),
             redis_url=self.cluster.redis.url,
             signing_key_file=signing_key_file,
             engine_token_file=engine_token_file,

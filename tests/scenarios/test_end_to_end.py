@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import openai
 import pytest
@@ -17,6 +18,8 @@ import pytest_asyncio
 
 from tidegate_cli.errors import KubectlError
 from tidegate_cli.local import LocalSettings, LocalTidegate
+from tidegate_devcluster.assets import Assets
+from tidegate_testing.helm import Helm, operator_kubeconfig
 
 pytestmark = [
     pytest.mark.e2e,
@@ -31,10 +34,19 @@ IN_FLIGHT = 36
 that its queue is never empty while an answer is on its way back."""
 
 
+class AsInstalled(LocalTidegate):
+    """Its operator has the rights of the chart's ServiceAccount and no others."""
+
+    async def operator_kubeconfig(self) -> Path:
+        helm = Helm(Assets.from_environment().tool("helm"), self.work_folder / "helm")
+        plane, kubectl = self.cluster.control_plane, self.cluster.kubectl
+        return await asyncio.to_thread(operator_kubeconfig, plane, kubectl, helm)
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def tidegate() -> AsyncIterator[LocalTidegate]:
     settings = LocalSettings(kv_blocks=256, max_num_seqs=6)
-    async with LocalTidegate(settings, progress=print) as running:
+    async with AsInstalled(settings, progress=print) as running:
         yield running
 
 
