@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from tidegate_operator.progress import Engines
 from tidegate_operator.resources import Autoscaling, EnginePool, duration_seconds
 from tidegate_operator.usage import queue_time_p99
 from tidegate_policies.wire import EngineReport
@@ -21,31 +22,32 @@ _LEAST_MISS_RATIO = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The signals by which a pool is scaled, over all of its engines.
+    """The signals by which a pool is scaled, over all of its engines, by the names of its series.
 
     Attributes:
-        kv_utilization: KV blocks in use, of all, in [0, 1].
-        queue_time_p99: Seconds, of the last minute.
-        miss_ratio: Requests that missed their service levels, of those that have one, in [0, 1].
+        desired_replicas: Engines that all the others ask for.
+        kv_utilization_ratio: KV blocks in use, of all, in [0, 1].
+        queue_time_p99_seconds: Of the last minute.
+        slo_miss_ratio: Requests that missed their service levels, of those that have one, in
+            [0, 1].
         waiting_tokens: Prompt tokens of requests that were never admitted.
-        desired_replicas: Engines that all this asks for.
     """
 
-    kv_utilization: float = 0.0
-    queue_time_p99: float = 0.0
-    miss_ratio: float = 0.0
-    waiting_tokens: int = 0
     desired_replicas: int = 0
+    kv_utilization_ratio: float = 0.0
+    queue_time_p99_seconds: float = 0.0
+    slo_miss_ratio: float = 0.0
+    waiting_tokens: int = 0
 
 
-def demand(pool: EnginePool, reports: Sequence[EngineReport], *, num_silent: int = 0) -> Demand:
+def demand(pool: EnginePool, engines: Engines) -> Demand:
     """Return what the load of a pool asks for.
 
     Args:
         pool: Its `spec.autoscaling` has the targets; without, KV is aimed at the low watermark.
-        reports: Of its ready engines.
-        num_silent: Ready engines that aren't heard: they are taken for needed.
+        engines: Only those that are ready count; of these, the silent ones are taken for needed.
     """
+    reports = engines.ready_reports
     blocks = sum(report.kv_blocks for report in reports)
     used = sum(report.kv_used_blocks for report in reports)
     attainments = [
@@ -57,13 +59,14 @@ def demand(pool: EnginePool, reports: Sequence[EngineReport], *, num_silent: int
     requests = sum(attainment.requests for attainment in attainments)
     missed = requests - sum(attainment.met for attainment in attainments)
     found = Demand(
-        kv_utilization=used / blocks if blocks else 0.0,
-        queue_time_p99=queue_time_p99(reports),
-        miss_ratio=missed / requests if requests else 0.0,
+        kv_utilization_ratio=used / blocks if blocks else 0.0,
+        queue_time_p99_seconds=queue_time_p99(reports),
+        slo_miss_ratio=missed / requests if requests else 0.0,
         waiting_tokens=sum(report.waiting_tokens for report in reports),
     )
     wanted = max(_for_kv(pool, reports), *_for_targets(pool.spec.autoscaling, found, len(reports)))
     # Not a whole engine more for what rounding leaves.
+    num_silent = len(engines.ready) - len(reports)
     return replace(found, desired_replicas=math.ceil(wanted - 1e-6) + num_silent)
 
 
@@ -87,10 +90,10 @@ def _for_targets(
     """Return the engines that latency and service levels ask for: none while they are good."""
     wait = ratio = 0.0
     if scaling is not None and scaling.queue_time_p99 is not None:
-        wait = found.queue_time_p99 / max(duration_seconds(scaling.queue_time_p99), 1e-3)
+        wait = found.queue_time_p99_seconds / max(duration_seconds(scaling.queue_time_p99), 1e-3)
     if scaling is not None and scaling.slo_attainment_percent is not None:
         allowed = max(1 - scaling.slo_attainment_percent / 100, _LEAST_MISS_RATIO)
-        ratio = found.miss_ratio / allowed
+        ratio = found.slo_miss_ratio / allowed
     return _grown(wait, num_engines), _grown(ratio, num_engines)
 
 

@@ -23,8 +23,8 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from tidegate_operator.kube import PODS, POOLS, ApiError, KubeApi
-from tidegate_operator.planner import selector_text
 from tidegate_operator.resources.fields import LabelSelector
+from tidegate_operator.selectors import selector_text
 
 _LOG = logging.getLogger(__name__)
 

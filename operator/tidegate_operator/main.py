@@ -22,6 +22,11 @@ from tidegate_operator.dashboards import TenantDashboards
 from tidegate_operator.delivery import Delivery
 from tidegate_operator.events import EventWriter
 from tidegate_operator.explanations import serving_explanations
+from tidegate_operator.external_metrics import (
+    ExternalMetrics,
+    PoolSignals,
+    serving_external_metrics,
+)
 from tidegate_operator.handlers import build_registry, build_settings
 from tidegate_operator.health import Health, serving_health
 from tidegate_operator.keys import SigningKeyError, load_signing_key, signer
@@ -240,6 +245,8 @@ async def run_operator(settings: Settings, sign: Sign) -> None:
                     port=settings.explain_port,
                 )
             )
+        if (served := _external_metrics(settings, api, redis)) is not None:
+            await stack.enter_async_context(serving_external_metrics(served))
         if settings.lease is None:
             duties = []
         else:
@@ -292,6 +299,19 @@ async def _until_one_ends(*runs: Coroutine[Any, Any, None]) -> None:
         await asyncio.wait(tasks)
     for task in ended:
         task.result()
+
+
+def _external_metrics(settings: Settings, api: KubeApi, redis: "Redis") -> ExternalMetrics | None:
+    port, certificates = settings.external_metrics_port, settings.external_metrics_certificates
+    if port is None or certificates is None:
+        return None
+    return ExternalMetrics(
+        api,
+        PoolSignals(api, redis, settings.namespaces),
+        certificates=certificates,
+        host=settings.external_metrics_host,
+        port=port,
+    )
 
 
 def _redis(settings: Settings) -> "Redis":

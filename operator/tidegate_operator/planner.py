@@ -20,12 +20,8 @@ from tidegate_operator.progress import (
     programmed,
 )
 from tidegate_operator.references import policy_references
-from tidegate_operator.resources import (
-    EnginePool,
-    LabelSelector,
-    Resource,
-    TenantPolicy,
-)
+from tidegate_operator.resources import EnginePool, Resource, TenantPolicy
+from tidegate_operator.selectors import selector_text
 from tidegate_operator.service_levels import standing
 from tidegate_operator.usage import ActivityInForce, PoolActivity, pool_usage, tenant_usage
 from tidegate_operator.verdicts import (
@@ -231,22 +227,6 @@ def plan_invalid_status(invalid: InvalidObject, *, known: Json, now: datetime) -
         uid=metadata.uid,
         status=_common(known, verdicts, generation=metadata.generation, now=now) | kept,
     )
-
-
-def selector_text(selector: LabelSelector) -> str:
-    """Write a label selector as the API server's `labelSelector` parameter takes it."""
-    parts = [f"{key}={value}" for key, value in sorted(selector.match_labels.items())]
-    for term in selector.match_expressions:
-        match term.operator.value:
-            case "In":
-                parts.append(f"{term.key} in ({','.join(term.values)})")
-            case "NotIn":
-                parts.append(f"{term.key} notin ({','.join(term.values)})")
-            case "Exists":
-                parts.append(term.key)
-            case "DoesNotExist":
-                parts.append(f"!{term.key}")
-    return ",".join(parts)
 
 
 def _policy_pools(

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from redis.asyncio import Redis
@@ -96,6 +97,21 @@ class ReportBook:
     def reports(self, pool: str) -> dict[str, EngineReport]:
         """Return the fresh reports of a pool by pod."""
         return {pod: report for pod, (report, _) in self._pools.get(pool, {}).items()}
+
+
+async def read_reports(redis: "Redis", pool: str, pods: Sequence[str]) -> dict[str, EngineReport]:
+    """Return the last reports of these pods as far as they are fresh and can be read.
+
+    Raises:
+        RedisError: They can't be asked for.
+    """
+    texts: list[Any] = await redis.mget([report_key(pool, pod) for pod in pods]) if pods else []
+    found = {}
+    for pod, text in zip(pods, texts, strict=True):
+        if text is not None:
+            with suppress(ReportError):
+                found[pod] = EngineReport.from_json(text)
+    return found
 
 
 class ReportListener:

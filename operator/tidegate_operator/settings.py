@@ -32,6 +32,10 @@ class Settings(BaseSettings):
         explain_port: Tells people there why requests wait; None = not at all.
         explain_host: The address to do so on.
         engine_token_file: Holds the admin token of the engines, which are asked for it.
+        external_metrics_port: Serves pools' load to HorizontalPodAutoscalers there, as an extension
+            of the API server; None = not at all.
+        external_metrics_host: The address to do so on.
+        external_metrics_certificates: Folder with `tls.crt` and `tls.key` for it.
         sweep_seconds: How often all objects are listed, to find deletions that no watch told of.
         usage_seconds: How often usage in status may change.
         status_writes_per_second: The most writes to the API server.
@@ -51,10 +55,13 @@ class Settings(BaseSettings):
     lease: Annotated[LeaseName, BeforeValidator(_parsed_lease), NoDecode] | None = None
     metrics_port: Annotated[int | None, Field(ge=0, le=65535)] = None
     metrics_host: str = "0.0.0.0"
-    # Before the port, whose check looks at it.
+    # What a port needs comes before it, as its check looks at that.
     engine_token_file: Path | None = None
     explain_port: Annotated[int | None, Field(ge=0, le=65535)] = None
     explain_host: str = "0.0.0.0"
+    external_metrics_certificates: Path | None = None
+    external_metrics_port: Annotated[int | None, Field(ge=0, le=65535)] = None
+    external_metrics_host: str = "0.0.0.0"
     sweep_seconds: Annotated[float, Field(gt=0)] = 60.0
     usage_seconds: Annotated[float, Field(gt=0)] = 10.0
     status_writes_per_second: Annotated[float, Field(gt=0)] = 50.0
@@ -82,6 +89,13 @@ class Settings(BaseSettings):
     def _check_explain(cls, value: int | None, known: ValidationInfo) -> int | None:
         if value is not None and known.data.get("engine_token_file") is None:
             raise ValueError("needs ENGINE_TOKEN_FILE, to ask the engines with")
+        return value
+
+    @field_validator("external_metrics_port")
+    @classmethod
+    def _check_external_metrics(cls, value: int | None, known: ValidationInfo) -> int | None:
+        if value is not None and known.data.get("external_metrics_certificates") is None:
+            raise ValueError("needs EXTERNAL_METRICS_CERTIFICATES, to be known by")
         return value
 
     @property

@@ -1,6 +1,7 @@
 """The series by which pools are scaled, kept up to date."""
 
 import asyncio
+from dataclasses import asdict
 
 from tidegate_operator.autoscalers import pool_labels
 from tidegate_operator.demand import demand
@@ -40,20 +41,8 @@ class Signals:
         state = self._pools.state(key)
         if state is None:
             return
-        reports = state.engines.ready_reports
-        silent = len(state.engines.ready) - len(reports)
-        found = demand(state.pool, reports, num_silent=silent)
         self._known.add(key)
-        self._expose(
-            key,
-            {
-                "desired_replicas": found.desired_replicas,
-                "kv_utilization_ratio": found.kv_utilization,
-                "queue_time_p99_seconds": found.queue_time_p99,
-                "slo_miss_ratio": found.miss_ratio,
-                "waiting_tokens": found.waiting_tokens,
-            },
-        )
+        self._expose(key, asdict(demand(state.pool, state.engines)))
 
     def _expose(self, key: str, values: dict[str, float] | None) -> None:
         """Set the series of a pool; None removes them."""

@@ -33,6 +33,13 @@ EVERYTHING: dict[str, Any] = {
         "apiKeyNamespaces": ["team-a"],
         "prometheusUrl": "http://prometheus.monitoring:9090",
         "console": {"enabled": True, "resources": {"limits": {"memory": "1Gi"}}},
+        "externalMetrics": {
+            "enabled": True,
+            "tlsSecretName": "external-metrics-tls",
+            "apiServiceAnnotations": {
+                "cert-manager.io/inject-ca-from": "tidegate/external-metrics"
+            },
+        },
         "sweepSeconds": 30.5,
         "logLevel": "DEBUG",
         "podAnnotations": {"example.org/a": "b"},
@@ -64,6 +71,7 @@ EVERYTHING: dict[str, Any] = {
     "redis": {"tlsSecretName": "redis-tls", **PLACED},
     "networkPolicy": {
         "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+        "externalMetricsFrom": [{"ipBlock": {"cidr": "10.1.0.0/16"}}],
         "explainFrom": [{"ipBlock": {"cidr": "10.0.0.0/16"}}],
         "consoleFrom": [{"podSelector": {"matchLabels": {"app": "ingress"}}}],
         "enginesFrom": [{"podSelector": {}}],

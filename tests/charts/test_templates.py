@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,16 @@ def _env(deployment: dict[str, Any]) -> list[dict[str, Any]]:
         ({"engine": {"env": {"TIDEGATE_TRUSTED_GATEWAY_TOKEN": "x"}}}, "invalid propertyName"),
         ({"engine": {"trustedGatewayToken": {"name": "x"}}}, "'/engine/trustedGatewayToken'"),
         ({"operator": {"explain": {"on": True}}}, "'/operator/explain': additional properties"),
+        (
+            {"operator": {"externalMetrics": {"enabled": True}}},
+            "'/operator/externalMetrics/tlsSecretName': minLength",
+        ),
+        (
+            {"operator": {"externalMetrics": {"enabled": True, "tlsSecretName": "x"}}},
+            "'/operator/externalMetrics/ca': minLength",
+        ),
+        ({"operator": {"externalMetrics": {"ca": "x"}}}, "'/operator/externalMetrics/ca'"),
+        ({"operator": {"externalMetrics": {"port": 1}}}, "additional properties 'port'"),
         ({"operator": {"sweepSeconds": 0}}, "'/operator/sweepSeconds': exclusiveMinimum"),
         ({"engine": {"drainSeconds": -1}}, "'/engine/drainSeconds': minimum"),
         ({"redis": {"enabled": False}}, "'/externalRedis/operatorUrl/secretName': minLength"),
@@ -330,6 +341,39 @@ def test_the_console_runs_beside_the_operator_behind_a_token_where_it_is_asked_f
         assert mounted == {"engine-token"} <= {volume["name"] for volume in spec["volumes"]}
         assert services[0]["spec"]["sessionAffinity"] == "ClientIP"
         assert services[0]["spec"]["ports"][0]["targetPort"] == "console"
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_external_metrics_are_served_where_all_that_this_takes_is_there_and_only_there(
+    helm: Helm, *, is_asked: bool
+) -> None:
+    ca = "-----BEGIN CERTIFICATE-----\nMII=\n-----END CERTIFICATE-----\n"
+    values = {
+        "operator": {"externalMetrics": {"enabled": is_asked, "tlsSecretName": "tls", "ca": ca}},
+        "networkPolicy": {"externalMetricsFrom": [{"podSelector": {}}]},
+    }
+    objects, name = helm.render(values=values), "tidegate-operator"
+    spec = only(objects, "Deployment", name)["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    service = {port["name"]: port for port in only(objects, "Service", name)["spec"]["ports"]}
+    policy = {"ports": [{"port": "metrics-api"}], "from": [{"podSelector": {}}]}
+    apis = [one["spec"] for one in objects if one["kind"] == "APIService"]
+    readers = [o for o in objects if o["metadata"].get("namespace") == "kube-system"]
+    assert (policy in only(objects, "NetworkPolicy", name)["spec"]["ingress"]) is is_asked
+    assert ("metrics-api" in service, len(apis), len(readers)) == (is_asked,) * 3
+    assert ("TIDEGATE_OPERATOR_EXTERNAL_METRICS_PORT" in env) is is_asked
+    if is_asked:
+        (api,) = apis
+        port = service["metrics-api"]
+        assert api["service"] == {"name": name, "namespace": "tidegate", "port": port["port"]}
+        assert base64.b64decode(api["caBundle"]).decode() == ca
+        number = str(ports[port["targetPort"]])
+        assert env["TIDEGATE_OPERATOR_EXTERNAL_METRICS_PORT"] == number
+        folder = env["TIDEGATE_OPERATOR_EXTERNAL_METRICS_CERTIFICATES"]
+        for file in ("tls.crt", "tls.key"):
+            assert _secret_of(spec, f"{folder}/{file}") == ("tls", file)
 
 
 def test_engines_trust_a_gateway_by_the_token_of_a_secret_if_their_pool_says_so(

@@ -5,14 +5,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from tidegate_devcluster.control_plane import ControlPlane
 from tidegate_devcluster.kubectl import Kubectl
 from tidegate_operator.watch_cache import key_digest
-from tidegate_testing.helm import Helm, listed
+from tidegate_testing.helm import OPERATOR, Helm, operator_kubeconfig
 from tidegate_testing.operator_process import (
     OperatorSetup,
     a_key_secret,
@@ -27,22 +26,13 @@ from tidegate_testing.reporting_engine import ReportingEngine
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crds_installed")]
 
-RIGHTS = {"ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
 KINDS = ("tenantpolicies", "enginepools", "prioritytiers", "preemptionpolicies", "servicelevels")
 
 MayI = Callable[..., bool]
 
 
-def install_rights(
-    helm: Helm, kubectl: Kubectl, control_plane: ControlPlane, home: str, **operator: object
-) -> tuple[str, Path]:
-    """Give the rights of a release in the namespace; returns the user and its kubeconfig."""
-    rendered = helm.render(values={"operator": operator}, namespace=home)
-    objects = [one for one in rendered if one["kind"] in RIGHTS]
-    kubectl("apply", "-f", "-", input=listed(objects), check=True)
-    user = f"system:serviceaccount:{home}:tidegate-operator"
-    groups = ["system:serviceaccounts", f"system:serviceaccounts:{home}"]
-    return user, control_plane.user_kubeconfig(user, groups)
+def user_of(namespace: str) -> str:
+    return f"system:serviceaccount:{namespace}:{OPERATOR}"
 
 
 def asking(kubectl: Kubectl, user: str) -> MayI:
@@ -66,8 +56,10 @@ def elsewhere(kubectl: Kubectl) -> str:
 def test_operator_of_all_namespaces_may_do_its_work_and_nothing_else(
     helm: Helm, kubectl: Kubectl, control_plane: ControlPlane, namespace: str, elsewhere: str
 ) -> None:
-    user, _ = install_rights(helm, kubectl, control_plane, namespace, apiKeyNamespaces=[namespace])
-    may = asking(kubectl, user)
+    operator_kubeconfig(
+        control_plane, kubectl, helm, namespace=namespace, apiKeyNamespaces=[namespace]
+    )
+    may = asking(kubectl, user_of(namespace))
     for kind in KINDS:
         assert may("watch", f"{kind}.tidegate.io")
         assert may("patch", f"{kind}.tidegate.io#status")
@@ -112,8 +104,8 @@ def test_operator_of_all_namespaces_may_do_its_work_and_nothing_else(
 def test_operator_of_some_namespaces_knows_nothing_of_the_others(
     helm: Helm, kubectl: Kubectl, control_plane: ControlPlane, namespace: str, elsewhere: str
 ) -> None:
-    user, _ = install_rights(helm, kubectl, control_plane, namespace, namespaces=[namespace])
-    may = asking(kubectl, user)
+    operator_kubeconfig(control_plane, kubectl, helm, namespace=namespace, namespaces=[namespace])
+    may = asking(kubectl, user_of(namespace))
     assert may("watch", "tenantpolicies.tidegate.io", namespace)
     assert may("list", "prioritytiers.tidegate.io")
     assert not may("list", "secrets", namespace)
@@ -130,8 +122,8 @@ def test_operator_that_may_read_the_secrets_of_one_namespace_works_for_all(
     elsewhere: str,
     engines: list[ReportingEngine],
 ) -> None:
-    _, kubeconfig = install_rights(
-        helm, kubectl, control_plane, namespace, apiKeyNamespaces=[namespace]
+    kubeconfig = operator_kubeconfig(
+        control_plane, kubectl, helm, namespace=namespace, apiKeyNamespaces=[namespace]
     )
     setup = replace(operator_setup, kubeconfig=kubeconfig, secret_namespaces=(namespace,))
     refs = [{"name": "keys", "key": "first"}]

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tidegate_devcluster.processes import free_port
 from tidegate_testing.cluster import RunningCluster, eventually, install_crds
-from tidegate_testing.metrics_adapter import metrics_adapter
+from tidegate_testing.external_metrics import a_server, registered
+from tidegate_testing.helm import Helm
 from tidegate_testing.operator_process import OperatorSetup, apply, running_operator
 
 pytestmark = pytest.mark.cluster
@@ -32,17 +32,24 @@ SCRATCH = "/var/run/tidegate/scratch"
 
 
 @pytest.fixture
-def operator_setup(full_cluster: RunningCluster, tmp_path: Path) -> Iterator[OperatorSetup]:
-    """An operator of the cluster, whose kinds go with the test."""
-    kubectl = full_cluster.cluster.kubectl
+def operator_setup(
+    full_cluster: RunningCluster, cluster_namespace: str, helm: Helm, tmp_path: Path
+) -> Iterator[OperatorSetup]:
+    """An operator of the cluster, which serves external metrics; its kinds go with the test."""
+    cluster = full_cluster.cluster
+    kubectl = cluster.kubectl
     install_crds(kubectl)
+    folder = tmp_path / "certificates"
+    server = a_server(cluster.control_plane, kubectl, helm, cluster_namespace, folder)
     setup = OperatorSetup(
-        kubeconfig=full_cluster.kubeconfig,
+        kubeconfig=server.kubeconfig,
         redis_url=full_cluster.redis.url,
         directory=tmp_path,
-        metrics_port=free_port(),
+        secret_namespaces=(),
+        external_metrics_port=server.port,
+        certificates=server.certificates,
     )
-    with running_operator(setup):
+    with running_operator(setup), registered(kubectl, server):
         yield setup
     crds = [f"{name}.tidegate.io" for name in PLURALS]
     kubectl("delete", "crd", *crds, check=True)
@@ -180,10 +187,7 @@ def test_scaling_from_three_to_one_breaks_no_stream_and_fails_no_request(
 
 
 def test_the_real_hpa_scales_from_one_to_three_and_back_under_real_load(
-    full_cluster: RunningCluster,
-    cluster_namespace: str,
-    operator_setup: OperatorSetup,
-    tmp_path: Path,
+    full_cluster: RunningCluster, cluster_namespace: str, operator_setup: OperatorSetup
 ) -> None:
     kubectl, namespace = full_cluster.cluster.kubectl, cluster_namespace
     scaling = {
@@ -217,11 +221,7 @@ def test_the_real_hpa_scales_from_one_to_three_and_back_under_real_load(
             whole.append(is_whole(service.stream(begun)))
         return whole
 
-    metrics_url = f"http://127.0.0.1:{operator_setup.metrics_port}/metrics"
-    with (
-        metrics_adapter(kubectl, namespace, metrics_url, tmp_path / "adapter"),
-        ThreadPoolExecutor(NUM_STREAMS) as readers,
-    ):
+    with ThreadPoolExecutor(NUM_STREAMS) as readers:
         read = [readers.submit(keep_reading) for _ in range(NUM_STREAMS)]
         try:
             eventually(lambda: has_ready(3), "three engines", timeout_seconds=90)

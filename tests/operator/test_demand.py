@@ -5,7 +5,7 @@ import pytest
 from tidegate_operator.demand import Demand, demand
 from tidegate_policies.attainment import NEVER, bucket_of, upper_bound
 from tidegate_policies.wire import Attainment, EngineReport, TenantCounters
-from tidegate_testing.objects import an_engine_pool
+from tidegate_testing.objects import an_engine_pool, engines
 
 WAITED_2_SECONDS = ((bucket_of(2.0), 10),)
 
@@ -25,14 +25,14 @@ def a_report(pod: str = "a", *, missed: int = 0, **fields: Any) -> EngineReport:
 
 def desired(*reports: EngineReport, **autoscaling: Any) -> int:
     pool = an_engine_pool(autoscaling={"maxReplicas": 9, **autoscaling})
-    return demand(pool, reports).desired_replicas
+    return demand(pool, engines(*reports)).desired_replicas
 
 
 @pytest.mark.parametrize("reports", [[], [a_report("a"), a_report("b")]])
 def test_without_traffic_every_signal_is_0(reports: list[EngineReport]) -> None:
     targets = {"maxReplicas": 9, "queueTimeP99": "1s", "sloAttainmentPercent": 99}
-    assert demand(an_engine_pool(autoscaling=targets), reports) == Demand()
-    assert demand(an_engine_pool(), reports) == Demand()
+    assert demand(an_engine_pool(autoscaling=targets), engines(*reports)) == Demand()
+    assert demand(an_engine_pool(), engines(*reports)) == Demand()
 
 
 def test_kv_asks_for_as_many_engines_as_hold_it_at_the_percentage_aimed_at() -> None:
@@ -45,15 +45,15 @@ def test_kv_asks_for_as_many_engines_as_hold_it_at_the_percentage_aimed_at() -> 
 
 
 def test_prompts_that_wait_will_need_kv_too() -> None:
-    waiting = a_report(kv_used_blocks=80, waiting_tokens=16 * 80)
-    assert desired(waiting) == 2
-    assert demand(an_engine_pool(), [waiting, waiting]).waiting_tokens == 32 * 80
+    one, two = (a_report(pod, kv_used_blocks=80, waiting_tokens=16 * 80) for pod in "ab")
+    assert desired(one) == 2
+    assert demand(an_engine_pool(), engines(one, two)).waiting_tokens == 32 * 80
 
 
 def test_a_queue_that_is_too_slow_asks_for_more_up_to_twice_as_many() -> None:
     reports = [a_report(pod, queue_times=WAITED_2_SECONDS) for pod in "abcd"]
     waited = upper_bound(bucket_of(2.0))
-    assert demand(an_engine_pool(), reports).queue_time_p99 == waited
+    assert demand(an_engine_pool(), engines(*reports)).queue_time_p99_seconds == waited
     assert desired(*reports, queueTimeP99="3s") == 0
     assert desired(*reports, queueTimeP99="1800ms") == 5
     assert desired(*reports, queueTimeP99="10ms") == 8
@@ -61,7 +61,7 @@ def test_a_queue_that_is_too_slow_asks_for_more_up_to_twice_as_many() -> None:
 
 def test_service_levels_that_are_missed_ask_for_more() -> None:
     reports = [a_report("a", missed=3), a_report("b", missed=3), a_report("c")]
-    assert demand(an_engine_pool(), reports).miss_ratio == 0.03
+    assert demand(an_engine_pool(), engines(*reports)).slo_miss_ratio == 0.03
     assert desired(*reports, sloAttainmentPercent=97) == 0
     assert desired(*reports, sloAttainmentPercent=98) == 5
     assert desired(*reports, sloAttainmentPercent=100) == 6
@@ -69,9 +69,9 @@ def test_service_levels_that_are_missed_ask_for_more() -> None:
 
 def test_a_time_that_never_ended_counts_as_a_day() -> None:
     report = a_report(queue_times=((NEVER, 1),))
-    assert demand(an_engine_pool(), [report]).queue_time_p99 == 86_400
+    assert demand(an_engine_pool(), engines(report)).queue_time_p99_seconds == 86_400
 
 
 def test_engines_that_are_silent_are_taken_for_needed() -> None:
-    pool = an_engine_pool()
-    assert demand(pool, [a_report(kv_used_blocks=10)], num_silent=2).desired_replicas == 3
+    found = engines(a_report(kv_used_blocks=10), silent=("b", "c"))
+    assert demand(an_engine_pool(), found).desired_replicas == 3

@@ -27,7 +27,7 @@ from tidegate_policies.attainment import bucket_of
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_policies.wire import Attainment, EngineReport, TenantCounters
 from tidegate_testing.manifests import Manifest, changed, full_manifest, policy_with_references
-from tidegate_testing.objects import a_metadata, a_pod_view, a_view
+from tidegate_testing.objects import a_metadata, a_pod_view, a_view, engines
 
 SAID_TO_PEOPLE = {
     ("PriorityTier", "spec.description"),
@@ -218,9 +218,9 @@ def scaled(pool: EnginePool, snapshot: PolicySnapshot) -> tuple[object, ...]:
     assert scaling is not None
     manifest = autoscaler(pool, scaling, prometheus_url="http://prometheus")
     loads = [
-        demand(pool, [a_load(kv_used_blocks=10)]),
-        demand(pool, [a_load(queue_times=((bucket_of(1.5), 1),))]),
-        demand(pool, [a_load(tenants=(MISSING,))]),
+        demand(pool, engines(a_load(kv_used_blocks=10))),
+        demand(pool, engines(a_load(queue_times=((bucket_of(1.5), 1),)))),
+        demand(pool, engines(a_load(tenants=(MISSING,)))),
     ]
     return workload, victims, manifest, loads
 

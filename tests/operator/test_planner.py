@@ -2,8 +2,6 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-import pytest
-
 from tidegate_operator.cluster import ClusterView, InvalidObject
 from tidegate_operator.compiler import compile_pool
 from tidegate_operator.planner import (
@@ -13,13 +11,11 @@ from tidegate_operator.planner import (
     plan_plain_status,
     plan_policy_status,
     plan_pool_status,
-    selector_text,
 )
 from tidegate_operator.progress import Engines, Published
 from tidegate_operator.resources import (
     EnginePool,
     EnginePoolStatus,
-    LabelSelector,
     ObjectMeta,
     TenantPolicy,
     TenantPolicyStatus,
@@ -419,20 +415,3 @@ def test_pool_that_cannot_be_read_any_more_keeps_what_engines_and_scalers_rely_o
     EnginePoolStatus.model_validate(status)
     for name in ("policy", "replicas", "selector"):
         assert status[name] == known[name]
-
-
-@pytest.mark.parametrize(
-    ("selector", "text"),
-    [
-        ({"matchLabels": {"b": "2", "a": "1"}}, "a=1,b=2"),
-        (
-            {"matchExpressions": [{"key": "a", "operator": "In", "values": ["x", "y"]}]},
-            "a in (x,y)",
-        ),
-        ({"matchExpressions": [{"key": "a", "operator": "NotIn", "values": ["x"]}]}, "a notin (x)"),
-        ({"matchExpressions": [{"key": "a", "operator": "Exists"}]}, "a"),
-        ({"matchExpressions": [{"key": "a", "operator": "DoesNotExist"}]}, "!a"),
-    ],
-)
-def test_selector_is_written_as_the_api_server_reads_it(selector: object, text: str) -> None:
-    assert selector_text(LabelSelector.model_validate(selector)) == text

@@ -91,3 +91,11 @@ def test_why_requests_wait_is_told_only_with_the_engines_token(tmp_path: Path) -
         Settings.model_validate(given)
     settings = Settings.model_validate({**given, "engine_token_file": tmp_path / "token"})
     assert settings.explain_port == 8082
+
+
+def test_external_metrics_are_served_only_with_a_certificate(tmp_path: Path) -> None:
+    given = {"signing_key_file": tmp_path, "external_metrics_port": 8443}
+    with pytest.raises(ValidationError, match="needs EXTERNAL_METRICS_CERTIFICATES"):
+        Settings.model_validate(given)
+    settings = Settings.model_validate({**given, "external_metrics_certificates": tmp_path})
+    assert settings.external_metrics_port == 8443

@@ -136,7 +136,13 @@ def acl_rules(objects: Sequence[Manifest], hashes: Mapping[str, str]) -> list[st
 
 
 def operator_kubeconfig(
-    control_plane: ControlPlane, kubectl: Kubectl, helm: Helm, *, host: str | None = None
+    control_plane: ControlPlane,
+    kubectl: Kubectl,
+    helm: Helm,
+    *,
+    namespace: str = OPERATOR_NAMESPACE,
+    host: str | None = None,
+    **operator: object,
 ) -> Path:
     """Write one of the chart's ServiceAccount, with the rights that the chart gives it alone.
 
@@ -144,15 +150,17 @@ def operator_kubeconfig(
         control_plane: Signs it.
         kubectl: As administrator, to apply the rights.
         helm: Renders them.
+        namespace: Of the release; made if need be.
         host: By which the API server is called, see `ControlPlane.user_kubeconfig`.
+        operator: Values of the chart; without any, every Secret with API keys may be read.
     """
-    values = {"operator": {"apiKeyNamespaces": ["*"]}}
-    rendered = helm.render(values=values, namespace=OPERATOR_NAMESPACE)
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": OPERATOR_NAMESPACE}}
+    values = {"operator": operator or {"apiKeyNamespaces": ["*"]}}
+    rendered = helm.render(values=values, namespace=namespace)
+    home = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
     rights = [found for found in rendered if found["kind"] in _RIGHTS]
-    kubectl("apply", "-f", "-", input=listed([namespace, *rights]), check=True)
+    kubectl("apply", "-f", "-", input=listed([home, *rights]), check=True)
     return control_plane.user_kubeconfig(
-        f"system:serviceaccount:{OPERATOR_NAMESPACE}:{OPERATOR}",
-        ["system:serviceaccounts", f"system:serviceaccounts:{OPERATOR_NAMESPACE}"],
+        f"system:serviceaccount:{namespace}:{OPERATOR}",
+        ["system:serviceaccounts", f"system:serviceaccounts:{namespace}"],
         host=host,
     )

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tidegate_operator.cluster import ClusterView, PodView
+from tidegate_operator.progress import Engines
 from tidegate_operator.resources import (
     EnginePool,
     PreemptionPolicy,
@@ -15,6 +16,7 @@ from tidegate_operator.resources import (
     ServiceLevel,
     TenantPolicy,
 )
+from tidegate_policies.wire import EngineReport
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -100,6 +102,14 @@ def a_pod_view(
         is_ready=is_ready,
         draining=draining,
         created=created,
+    )
+
+
+def engines(*reports: EngineReport, silent: Iterable[str] = ()) -> Engines:
+    """Build the ready engines that reported this, and silent ones."""
+    names = (*(report.pod for report in reports), *silent)
+    return Engines(
+        pods=tuple(map(a_pod_view, names)), reports={report.pod: report for report in reports}
     )
 
 

@@ -41,6 +41,8 @@ class OperatorSetup:
     prometheus_url: str = ""
     explain_port: int | None = None
     engine_token: str = ""
+    external_metrics_port: int | None = None
+    certificates: Path | None = None
 
     @property
     def public_key(self) -> str:
@@ -61,6 +63,7 @@ class OperatorSetup:
             "TIDEGATE_OPERATOR_USAGE_SECONDS": str(USAGE_SECONDS),
             "TIDEGATE_OPERATOR_TENANT_DASHBOARDS": str(self.has_tenant_dashboards),
             **self._explaining(),
+            **self._serving_external_metrics(),
             **({"TIDEGATE_OPERATOR_LEASE": self.lease} if self.lease else {}),
             **(
                 {"TIDEGATE_OPERATOR_PROMETHEUS_URL": self.prometheus_url}
@@ -77,6 +80,14 @@ class OperatorSetup:
                 if self.metrics_port
                 else {}
             ),
+        }
+
+    def _serving_external_metrics(self) -> dict[str, str]:
+        if self.external_metrics_port is None:
+            return {}
+        return {
+            "TIDEGATE_OPERATOR_EXTERNAL_METRICS_PORT": str(self.external_metrics_port),
+            "TIDEGATE_OPERATOR_EXTERNAL_METRICS_CERTIFICATES": str(self.certificates),
         }
 
     def _explaining(self) -> dict[str, str]:
