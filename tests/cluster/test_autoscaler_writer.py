@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from tidegate_devcluster.kubectl import Kubectl
-from tidegate_testing.cluster import eventually
-from tidegate_testing.keda import scaled_object_crd
+from tidegate_testing import keda
 from tidegate_testing.operator_process import (
     Manifest,
     OperatorSetup,
@@ -35,21 +34,6 @@ PROMETHEUS = "http://prometheus.monitoring:9090"
 def operator(crds_installed: None, operator_setup: OperatorSetup) -> Iterator[None]:  # noqa: ARG001
     with running_operator(replace(operator_setup, prometheus_url=PROMETHEUS)):
         yield
-
-
-@pytest.fixture
-def keda(kubectl: Kubectl) -> Iterator[None]:
-    """KEDA's kind as its older releases have it, until the test installs another."""
-    install(kubectl, scaled_object_crd(has_tolerance=False))
-    yield
-    kubectl("delete", "crd", "scaledobjects.keda.sh", check=True)
-
-
-def install(kubectl: Kubectl, crd: Manifest) -> None:
-    apply_it = ("apply", "--server-side", "-f", "-")
-    kubectl(*apply_it, input=json.dumps(crd), check=True)
-    wait = ("wait", "--for=condition=Established", "--timeout=30s", "crd/scaledobjects.keda.sh")
-    eventually(lambda: kubectl(*wait).returncode == 0, "KEDA's kind is served")
 
 
 def a_scaled_pool(driver: str, **scaling: object) -> Manifest:
@@ -118,26 +102,63 @@ def test_a_driver_that_the_cluster_lacks_is_reported(kubectl: Kubectl, namespace
     wait_for_conditions(kubectl, "epool", "chat", namespace, Accepted="Accepted")
 
 
-@pytest.mark.usefixtures("keda")
 def test_a_scaled_object_that_is_refused_is_reported_and_one_that_fits_is_written_and_removed(
     kubectl: Kubectl, namespace: str
 ) -> None:
-    apply(kubectl, namespace, a_scaled_pool("KEDA", minReplicas=0))
-    pool = wait_for_conditions(kubectl, "epool", "chat", namespace, Accepted="Invalid")
-    (message,) = (c["message"] for c in pool["status"]["conditions"] if c["type"] == "Accepted")
-    assert "tolerance" in message
+    """By the definitions that KEDA publishes: of a release too old, the oldest and the newest."""
+    with keda.installed(kubectl, keda.TOO_OLD):
+        apply(kubectl, namespace, a_scaled_pool("KEDA", minReplicas=0))
+        pool = wait_for_conditions(kubectl, "epool", "chat", namespace, Accepted="Invalid")
+        (message,) = (c["message"] for c in pool["status"]["conditions"] if c["type"] == "Accepted")
+        assert "tolerance" in message
 
-    install(kubectl, scaled_object_crd())
-    apply(kubectl, namespace, a_scaled_pool("KEDA", minReplicas=0, maxReplicas=6))
-    wait_until(lambda: len(autoscalers(kubectl, "so", namespace)) == 1)
-    (scaled,) = autoscalers(kubectl, "so", namespace)
-    assert scaled["spec"]["minReplicaCount"] == 0
-    assert scaled["spec"]["fallback"]["failureThreshold"] == 3
-    (trigger,) = scaled["spec"]["triggers"]
-    assert trigger["metadata"]["serverAddress"] == PROMETHEUS
-    assert trigger["metadata"]["ignoreNullValues"] == "false"
-    wait_for_conditions(kubectl, "epool", "chat", namespace, Accepted="Accepted")
+        for most, release in enumerate((keda.OLDEST, keda.NEWEST), 6):
+            keda.install(kubectl, release)
+            # The operator would try again only after a while.
+            wait_until(lambda: knows_tolerance(kubectl, namespace))
+            apply(kubectl, namespace, a_scaled_pool("KEDA", minReplicas=0, maxReplicas=most))
+            wait_until(lambda: maximum(kubectl, namespace) == most)  # noqa: B023
+            wait_for_conditions(kubectl, "epool", "chat", namespace, Accepted="Accepted")
+        (scaled,) = autoscalers(kubectl, "so", namespace)
+        target = {"apiVersion": "tidegate.io/v1alpha1", "kind": "EnginePool", "name": "chat"}
+        assert scaled["spec"]["scaleTargetRef"] == target
+        assert scaled["spec"]["minReplicaCount"] == 0
+        assert scaled["spec"]["fallback"] == {
+            "failureThreshold": 3,
+            "replicas": 1,
+            "behavior": "currentReplicasIfHigher",
+        }
+        rules = scaled["spec"]["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+        assert {one["tolerance"] for one in rules.values()} == {"0"}
+        (trigger,) = scaled["spec"]["triggers"]
+        assert trigger["metadata"]["serverAddress"] == PROMETHEUS
+        assert trigger["metadata"]["ignoreNullValues"] == "false"
+        (entry,) = scaled["metadata"]["managedFields"]
+        assert (entry["manager"], entry["operation"]) == ("tidegate", "Apply")
 
-    apply(kubectl, namespace, a_scaled_pool("HPA"))
-    wait_until(lambda: len(autoscalers(kubectl, "hpa", namespace)) == 1)
-    wait_until(lambda: autoscalers(kubectl, "so", namespace) == [])
+        apply(kubectl, namespace, a_scaled_pool("HPA"))
+        wait_until(lambda: len(autoscalers(kubectl, "hpa", namespace)) == 1)
+        wait_until(lambda: autoscalers(kubectl, "so", namespace) == [])
+
+
+def knows_tolerance(kubectl: Kubectl, namespace: str) -> bool:
+    """Whether the API server goes by a definition already that has it."""
+    rules = {"horizontalPodAutoscalerConfig": {"behavior": {"scaleUp": {"tolerance": "0"}}}}
+    scaled = {
+        "apiVersion": "keda.sh/v1alpha1",
+        "kind": "ScaledObject",
+        "metadata": {"name": "probe", "namespace": namespace},
+        "spec": {
+            "scaleTargetRef": {"name": "x"},
+            "triggers": [{"type": "cron", "metadata": {}}],
+            "advanced": rules,
+        },
+    }
+    dry_run = ("apply", "--server-side", "--dry-run=server", "-f", "-")
+    return kubectl(*dry_run, input=json.dumps(scaled)).returncode == 0
+
+
+def maximum(kubectl: Kubectl, namespace: str) -> int | None:
+    for scaled in autoscalers(kubectl, "so", namespace):
+        return int(scaled["spec"]["maxReplicaCount"])
+    return None

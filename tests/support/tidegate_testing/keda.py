@@ -1,91 +1,76 @@
-"""KEDA's ScaledObject as a CustomResourceDefinition: the fields that its documentation names."""
+"""KEDA's ScaledObject as KEDA publishes it: the definition in its Go module, by release."""
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-Schema = dict[str, Any]
+from tidegate_devcluster import progress
+from tidegate_devcluster.assets import AssetSettings
+from tidegate_devcluster.kubectl import Kubectl
+from tidegate_devcluster.tool_cache import ToolCache
+from tidegate_testing.cluster import eventually
 
-_INTEGER: Schema = {"type": "integer", "format": "int32"}
-_TEXT: Schema = {"type": "string"}
+MODULE = "github.com/kedacore/keda/v2"
+FILE = Path("config/crd/bases/keda.sh_scaledobjects.yaml")
+CRD = "scaledobjects.keda.sh"
 
+TOO_OLD = "v2.17.2"
+"""The last that knows no tolerance."""
 
-def _fields(*required: str, **properties: Schema) -> Schema:
-    needed = {"required": list(required)} if required else {}
-    return {"type": "object", "properties": properties, **needed}
+OLDEST = "v2.18.3"
+"""Of the first minor release that takes what the operator writes."""
 
+NEWEST = "v2.20.0"
 
-def _list_of(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
-_POLICY = _fields(
-    "type", "value", "periodSeconds", type=_TEXT, value=_INTEGER, periodSeconds=_INTEGER
-)
-_TOLERANCE: Schema = {
-    "x-kubernetes-int-or-string": True,
-    "anyOf": [{"type": "integer"}, {"type": "string"}],
+SUMS = {
+    TOO_OLD: "h1:xlrcK5TKABJF9PebK79sgL07s/csGjL3H4m72OkZXxk=",
+    OLDEST: "h1:PY3o80tzBAzCffS8J6eBZctT4B+g/r26zErNSMleC50=",
+    NEWEST: "h1:nPKQL9iKsPpoyq7BftlBzJiQzb2LdKHiqBIEG6ju3bk=",
 }
+"""Of the modules' content, as in a go.sum."""
 
 
-def _rules(*, has_tolerance: bool) -> Schema:
-    tolerance = {"tolerance": _TOLERANCE} if has_tolerance else {}
-    return _fields(
-        stabilizationWindowSeconds=_INTEGER,
-        selectPolicy=_TEXT,
-        policies=_list_of(_POLICY),
-        **tolerance,
+def scaled_object_crd(version: str) -> Path:
+    """Return the definition; the first time it is downloaded as Go downloads modules."""
+    cache = ToolCache(AssetSettings.from_environment(os.environ).cache, progress.to_stderr)
+    folder = cache.folder(f"keda-{version}", lambda part: _download(version, part))
+    return folder / FILE.name
+
+
+def install(kubectl: Kubectl, release: str) -> None:
+    """Have the API server serve the kind as a release has it, in place of any other."""
+    kubectl("apply", "--server-side", "-f", str(scaled_object_crd(release)), check=True)
+    wait = ("wait", "--for=condition=Established", "--timeout=30s", f"crd/{CRD}")
+    # kubectl fails at once on an object that has no conditions yet.
+    eventually(lambda: kubectl(*wait).returncode == 0, "KEDA's kind is served")
+
+
+@contextmanager
+def installed(kubectl: Kubectl, release: str) -> Iterator[None]:
+    """Have the kind served for the length of the block."""
+    install(kubectl, release)
+    try:
+        yield
+    finally:
+        kubectl("delete", "crd", CRD, check=True)
+
+
+def _download(version: str, into: Path) -> None:
+    done = subprocess.run(
+        ["go", "mod", "download", "-json", f"{MODULE}@{version}"],
+        # Outside any module, so that nothing else decides what is taken.
+        cwd=into,
+        env=os.environ | {"GOWORK": "off"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-
-
-def scaled_object_crd(*, has_tolerance: bool = True) -> Schema:
-    """Return the definition; older releases of KEDA know no tolerance."""
-    rules = _rules(has_tolerance=has_tolerance)
-    behavior = _fields(scaleUp=rules, scaleDown=rules)
-    strings: Schema = {"type": "object", "additionalProperties": _TEXT}
-    spec = _fields(
-        "scaleTargetRef",
-        "triggers",
-        scaleTargetRef=_fields("name", apiVersion=_TEXT, kind=_TEXT, name=_TEXT),
-        minReplicaCount=_INTEGER,
-        maxReplicaCount=_INTEGER,
-        pollingInterval=_INTEGER,
-        cooldownPeriod=_INTEGER,
-        fallback=_fields(
-            "failureThreshold",
-            "replicas",
-            failureThreshold=_INTEGER,
-            replicas=_INTEGER,
-            behavior={
-                **_TEXT,
-                "enum": [
-                    "static",
-                    "currentReplicas",
-                    "currentReplicasIfHigher",
-                    "currentReplicasIfLower",
-                ],
-            },
-        ),
-        advanced=_fields(horizontalPodAutoscalerConfig=_fields(name=_TEXT, behavior=behavior)),
-        triggers=_list_of(
-            _fields("type", "metadata", type=_TEXT, metricType=_TEXT, metadata=strings)
-        ),
-    )
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {"name": "scaledobjects.keda.sh"},
-        "spec": {
-            "group": "keda.sh",
-            "names": {"kind": "ScaledObject", "plural": "scaledobjects", "shortNames": ["so"]},
-            "scope": "Namespaced",
-            "versions": [
-                {
-                    "name": "v1alpha1",
-                    "served": True,
-                    "storage": True,
-                    "schema": {"openAPIV3Schema": _fields(spec=spec)},
-                }
-            ],
-        },
-    }
+    answer = json.loads(done.stdout)
+    assert answer["Sum"] == SUMS[version]
+    shutil.copy(Path(answer["Dir"]) / FILE, into)
