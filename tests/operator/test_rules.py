@@ -84,7 +84,7 @@ def test_a_tenant_says_all_that_it_says() -> None:
         has_quota=True,
     )
     assert rule == TenantRule(
-        tenant="acme/chat",
+        tenant="acme-chat",
         policy="team/acme",
         tier="gold",
         allowed_tiers=("bronze",),

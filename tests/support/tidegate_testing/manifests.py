@@ -78,7 +78,7 @@ _FULL_SPECS: dict[str, Manifest] = {
     },
 }
 _FULL_SPECS["TenantPolicy"] = {
-    "tenant": "acme/chat",
+    "tenant": "acme-chat",
     "poolRefs": [{"name": "llama"}, {"name": "llama", "namespace": "shared"}],
     "priorityTier": "gold",
     "allowedTiers": ["silver", "bronze"],
