@@ -34,6 +34,9 @@ KINDS = {
 REST_SECONDS = 30.0
 """How often it is looked what somebody else changed or deleted."""
 
+RETRY_SECONDS = 5.0
+"""How soon it is looked again where the API server couldn't say."""
+
 _NOT_FOUND = 404
 _ERRORS = (ApiError, aiohttp.ClientError, OSError, TimeoutError)
 
@@ -92,13 +95,15 @@ class AutoscalerWriter:
         await self._wake.wait()
         while True:
             self._wake.clear()
+            rest_seconds = REST_SECONDS
             for driver in KINDS:
                 try:
                     await self._compare(driver)
                 except _ERRORS as error:
                     _LOG.warning("autoscalers of %s aren't written: %s", driver, error)
+                    rest_seconds = RETRY_SECONDS
             with suppress(TimeoutError):
-                async with asyncio.timeout(REST_SECONDS):
+                async with asyncio.timeout(rest_seconds):
                     await self._wake.wait()
 
     async def _compare(self, driver: AutoscalingDriver) -> None:
