@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from tidegate_cli.bench.isolation_side import SideName
+from tidegate_cli.bench.propagation_part import Part
 from tidegate_cli.console.command import add_console
 from tidegate_cli.insight import add_insight
 from tidegate_cli.running import compute_to_end, run_to_end
@@ -81,6 +82,9 @@ def propagation(  # noqa: PLR0917 - typer passes options by name
     ] = 1000,
     engines: Annotated[int, typer.Option(min=1, max=500, help="Simulated engines.")] = 100,
     changes: Annotated[int, typer.Option(min=1, max=10_000, help="Changes, one by one.")] = 100,
+    part: Annotated[
+        list[Part] | None, typer.Option(help="Measure only this; may come several times.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the changed policies.")] = 1,
     json_file: JsonFile = None,
     quick: Quick = False,
@@ -88,7 +92,13 @@ def propagation(  # noqa: PLR0917 - typer passes options by name
     """Measure the time from a change in the API to every engine, and the operator's needs."""
     from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
 
-    settings = PropagationSettings(policies=policies, engines=engines, changes=changes, seed=seed)
+    settings = PropagationSettings(
+        policies=policies,
+        engines=engines,
+        changes=changes,
+        parts=tuple(part or Part),
+        seed=seed,
+    )
     if quick:
         settings = settings.quick()
     run_to_end(

@@ -40,7 +40,8 @@ POLL_SECONDS = 4.0
 """How often the envelope is looked at without a wake-up; half to one and a half times this."""
 
 STORE_SECONDS = 1.0
-"""The least time between two writes to disk: of a burst of changes only the last is worth it."""
+"""How long a policy waits to be written to disk: of a burst of changes only the last is worth it,
+and while engines take one, their processors have better to do."""
 
 _RECONNECT_SECONDS = 0.5
 _FIELDS = ("revision", "digest")
@@ -243,10 +244,10 @@ class PolicySource:
     async def _store_for_ever(self) -> None:
         while True:
             await self._is_to_store.wait()
+            await asyncio.sleep(STORE_SECONDS)
             self._is_to_store.clear()
             newest, self._unstored = self._unstored, None
             await asyncio.to_thread(self._store, newest)
-            await asyncio.sleep(STORE_SECONDS)
 
     def _store(self, newest: tuple[Envelope, LinedPolicy] | None) -> None:
         """Keep a policy on the disk; never two at a time, or the older might come last."""

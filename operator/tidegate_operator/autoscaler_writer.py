@@ -83,11 +83,16 @@ class AutoscalerWriter:
         self._reporter = reporter
         self._namespaces = scope.namespaces
         self._prometheus_url = scope.prometheus_url
+        self._seen: tuple[object, ...] | None = None
         self._wake = asyncio.Event()
 
     def look(self) -> None:
-        """Compare soon."""
-        self._wake.set()
+        """Compare soon, if pools have changed: that policies do makes no difference."""
+        view = self._pools.view
+        seen = (view.pools, view.invalid)
+        if seen != self._seen:
+            self._seen = seen
+            self._wake.set()
 
     async def run(self) -> None:
         """Write until cancelled."""

@@ -15,6 +15,23 @@ OnEvent = Callable[[Watched, str | None, Any], None]
 """Takes the kind, the event's type (None while a watch lists) and the object."""
 
 
+class _NothingRemembered(kopf.DiffBaseStorage):
+    """Knows no earlier state of an object.
+
+    Only handlers of changes need one. Copying all of every object for them would be most of what
+    kopf takes for an event.
+    """
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return {}
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return
+
+
 def build_registry(on_event: OnEvent, login: Callable[[], Awaitable[Login]]) -> Any:  # noqa: ANN401
     """Return a kopf registry that passes every event of the kinds but Secrets to `on_event`."""
     registry = kopf.OperatorRegistry()
@@ -57,6 +74,7 @@ def build_settings() -> kopf.OperatorSettings:
     settings.queueing.exit_timeout = 1.0
     settings.execution.max_workers = 4
     settings.persistence.finalizer = "tidegate.io/operator"
+    settings.persistence.diffbase_storage = _NothingRemembered()
     # One line per event and object otherwise.
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
     return settings

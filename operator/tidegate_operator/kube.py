@@ -4,7 +4,6 @@ Answers are kept as plain JSON: the typed client's models are slow in bulk and r
 lack a field which they require.
 """
 
-import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 import aiohttp
+import orjson
 from kubernetes.aio import client
 from kubernetes.aio.config import load_incluster_config, load_kube_config
 
@@ -294,7 +294,7 @@ class KubeApi:
             if stream.status >= 400:
                 raise ApiError(stream.status, f"GET {path}", await stream.text())
             async for line in stream.content:
-                yield json.loads(line)
+                yield orjson.loads(line)
 
     async def _list(self, path: str, label_selector: str, *, accept: str = _JSON) -> list[Any]:
         items: list[Any] = []
@@ -338,7 +338,7 @@ class KubeApi:
         content = await response.read()
         if response.status >= 400:
             raise ApiError(response.status, f"{method} {path}", content.decode(errors="replace"))
-        return json.loads(content)
+        return orjson.loads(content)
 
     async def _send(
         self,

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import kopf
+import uvloop
 from pydantic import ValidationError
 from redis.asyncio import Redis
 
@@ -340,7 +341,7 @@ def main() -> int:
     )
     try:
         sign = signer(load_signing_key(settings.signing_key_file))
-        asyncio.run(run_operator(settings, sign))
+        uvloop.run(run_operator(settings, sign))
     except asyncio.CancelledError:
         return 0
     except (SigningKeyError, MissingKindError, LeadershipLostError, PartEndedError) as error:

@@ -77,3 +77,10 @@ class Pools:
             flaws=(*record.scale_flaws, *record.autoscaler_flaws),
             missing=record.scale_missing,
         )
+
+    def is_on_its_way(self, key: str) -> bool:
+        """Tell whether ready engines that can be heard don't run the published revision yet."""
+        state = self.state(key)
+        if state is None or state.published is None:
+            return False
+        return bool(state.engines.heard_lagging(state.published.revision))

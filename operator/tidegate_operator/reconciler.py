@@ -12,6 +12,7 @@ from tidegate_operator.autoscaler_writer import AutoscalerApi, AutoscalerScope, 
 from tidegate_operator.cluster import pool_keys
 from tidegate_operator.compiler import CompiledPool, compile_pool
 from tidegate_operator.delivery import Delivery
+from tidegate_operator.lull import Lull
 from tidegate_operator.metrics import Metrics
 from tidegate_operator.pools import PoolRecord, Pools
 from tidegate_operator.publisher import Publisher
@@ -29,7 +30,10 @@ QUIET_SECONDS = 0.05
 """A change waits until nothing changed for so long ..."""
 
 LONGEST_WAIT_SECONDS = 0.25
-"""... but never longer than this."""
+"""... but never longer than this ..."""
+
+LONGEST_BUSY_SECONDS = 1.0
+"""... or this, while engines are still taking the revision before: more would only queue there."""
 
 EXPIRY_CHECK_SECONDS = 0.25
 
@@ -73,7 +77,7 @@ class Reconciler:
         )
         self._signals = Signals(self._pools, reporter=self._reporter, metrics=metrics)
         self._dirty: dict[str, float] = {}
-        self._changed = asyncio.Event()
+        self._changes = Lull(quiet_seconds=QUIET_SECONDS, longest_seconds=self._longest_wait)
 
     def mark(self, affected: Iterable[str] | None) -> None:
         """Have the pools compiled soon; None = nothing changed at all.
@@ -85,7 +89,7 @@ class Reconciler:
         now = asyncio.get_running_loop().time()
         for key in affected:
             self._dirty.setdefault(key, now)
-        self._changed.set()
+        self._changes.disturb()
 
     def take_report(self, report: EngineReport) -> None:
         """Take in what an engine reports.
@@ -145,18 +149,13 @@ class Reconciler:
 
     async def _compile_for_ever(self) -> None:
         while True:
-            await self._changed.wait()
-            await self._debounce()
+            await self._changes.wait()
             dirty, self._dirty = self._dirty, {}
             await self._compile(dirty)
 
-    async def _debounce(self) -> None:
-        loop = asyncio.get_running_loop()
-        latest = loop.time() + LONGEST_WAIT_SECONDS
-        while self._changed.is_set() and loop.time() < latest:
-            self._changed.clear()
-            await asyncio.sleep(min(QUIET_SECONDS, latest - loop.time()))
-        self._changed.clear()
+    def _longest_wait(self) -> float:
+        is_busy = any(map(self._pools.is_on_its_way, self._dirty))
+        return LONGEST_BUSY_SECONDS if is_busy else LONGEST_WAIT_SECONDS
 
     async def _compile(self, dirty: Mapping[str, float]) -> None:
         """Compile the dirty pools; all take effect at once, with the view that they came from."""

@@ -72,6 +72,8 @@ class WatchCache:
         entries = self._entries.setdefault(watched, {})
         uid = raw["metadata"].get("uid", "")
         known, version = entries.get(uid), _version(raw)
+        if known is not None and version and version == known.version:
+            return None
         # Generations tell nothing when an older state of the cluster was restored.
         is_restored = known is not None and _is_older(version, known.version)
         if known is not None and not is_restored and _is_same(watched, known, raw):

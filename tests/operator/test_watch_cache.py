@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from tidegate_operator.kube import NAMESPACES, PODS, POOLS, SECRETS, WATCHED, Watched
+from tidegate_operator.kube import (
+    API_KEYS_LABEL,
+    NAMESPACES,
+    PODS,
+    POOLS,
+    SECRETS,
+    WATCHED,
+    Watched,
+)
 from tidegate_operator.resources import (
     PreemptionPolicy,
     PriorityTier,
@@ -156,6 +164,17 @@ def test_secret_is_kept_as_digests_and_only_with_its_label(cache: WatchCache) ->
     assert key_digest(b" \n") is None
     cache.put(SECRETS, a_raw("keys", version=2) | {"data": {"first": encoded}})
     assert cache.view().secrets["team/keys"] == {}
+
+
+def test_what_has_the_known_version_is_not_read_again(cache: WatchCache) -> None:
+    encoded = base64.b64encode(b"key").decode()
+    labels = {"labels": {API_KEYS_LABEL: "true"}}
+    cache.put(SECRETS, a_raw("keys", version=2, metadata=labels) | {"data": {"first": encoded}})
+    view, before = cache.view(), cache.begin_sweep(SECRETS)
+    # Nothing but the version is looked at.
+    listed = [a_raw("keys", version=2, metadata=labels)]
+    assert cache.end_sweep(SECRETS, before, listed) is None
+    assert cache.view() is view
 
 
 def test_sweep_finds_what_no_watch_told_of(cache: WatchCache) -> None:

@@ -11,21 +11,28 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from rich.console import Console
 
 from tidegate_cli import report
 from tidegate_cli.bench.propagation_lab import FIRST_WEIGHT, Change, Lab, at_once
+from tidegate_cli.bench.propagation_part import Part
 from tidegate_cli.bench.result import BenchResult
 from tidegate_cli.errors import NotReadyError
 from tidegate_cli.guard import guarded
 from tidegate_cli.percentiles import percentile
+from tidegate_operator.compiler import compile_pool
 
 _CHANGE_SECONDS = 60.0
 _STATUSES_PER_SECOND = 10.0
 """Far fewer than the operator writes: so long is waited for the statuses of all policies."""
 
 _QUIET_SECONDS = 2.0
+_AFTERMATH_SECONDS = 6.0
+"""The operator's framework keeps a task for each object that has changed, for 5 s."""
+
+_COMPILES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +45,15 @@ class PropagationSettings:
         engines: Ready pods of the pool, and simulated engines.
         changes: Changes one by one, each after the one before is Programmed.
         idle_seconds: How long writes and processor time are counted while nothing changes.
+        parts: Are measured; whatever else there is, is left out.
         seed: Chooses the changed policies.
     """
 
     policies: int = 1000
     engines: int = 100
     changes: int = 100
-    idle_seconds: float = 90.0
+    idle_seconds: float = 60.0
+    parts: tuple[Part, ...] = tuple(Part)
     seed: int = 1
 
     def quick(self) -> "PropagationSettings":
@@ -63,15 +72,14 @@ class PropagationSettings:
         return tuple(f"tenant-{number:05d}" for number in range(self.policies))
 
     @property
+    def num_objects(self) -> int:
+        """Objects that the operator knows: policies, Secrets, pods, a pool, a tier, a namespace."""
+        return 2 * self.policies + self.engines + 3
+
+    @property
     def pods(self) -> tuple[str, ...]:
         """Names of the engines."""
         return tuple(f"engine-{number:03d}" for number in range(self.engines))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Idle:
-    writes_per_minute: float
-    cpu_percent: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +89,17 @@ class _OneByOne:
     in_force: list[float]
     programmed: list[float]
     compile_ms: float
+
+    @property
+    def results(self) -> dict[str, float]:
+        """The figures by key."""
+        return {
+            "p50_ms": percentile(self.in_force, 50) or 0.0,
+            "p99_ms": percentile(self.in_force, 99) or 0.0,
+            "programmed_p50_ms": percentile(self.programmed, 50) or 0.0,
+            "programmed_p99_ms": percentile(self.programmed, 99) or 0.0,
+            "compile_ms": self.compile_ms,
+        }
 
 
 class PropagationBench:
@@ -96,46 +115,44 @@ class PropagationBench:
         self._patience = _CHANGE_SECONDS + settings.policies / _STATUSES_PER_SECOND
 
     async def run(self) -> BenchResult:
-        """Measure everything.
+        """Measure the parts that the settings name.
 
         Raises:
             NotReadyError: A change didn't come into force, or become Programmed, in time.
         """
+        settings, lab = self._settings, self._lab
         await self._everything_in_force()
-        one_by_one = await self._one_by_one()
-        self._tell(f"{self._settings.changes} changes one by one: done")
-        burst = await self._burst()
-        self._tell(f"a burst of {self._settings.policies} changes: done")
+        results: dict[str, float] = {"objects": float(settings.num_objects)}
+        series: dict[str, list[float]] = {}
+        if Part.CHANGES in settings.parts:
+            one_by_one = await self._one_by_one()
+            self._tell(f"{settings.changes} changes one by one: done")
+            results |= one_by_one.results
+            series["apply_to_in_force_ms"] = one_by_one.in_force
+            series["apply_to_programmed_ms"] = one_by_one.programmed
+        if Part.BURST in settings.parts:
+            series["burst_ms"] = burst = await self._burst()
+            self._tell(f"a burst of {settings.policies} changes: done")
+            results["burst_p99_ms"] = percentile(burst, 99) or 0.0
         await self._quiet()
-        idle = await self._idle()
-        peak = self._lab.operator_peak_megabytes()
-        restart = await self._restart()
+        if Part.REST in settings.parts:
+            results |= await self._at_rest()
+        results["operator_rss_mb"] = lab.operator_peak_megabytes()
+        results["compile_from_scratch_ms"] = await self._compile_from_scratch()
+        if Part.RESTART in settings.parts:
+            results["restart_s"] = await self._restart()
         return BenchResult(
             bench="propagation",
             settings={
-                "policies": self._settings.policies,
-                "engines": self._settings.engines,
-                "changes": self._settings.changes,
-                "idle_seconds": self._settings.idle_seconds,
-                "seed": self._settings.seed,
+                "policies": settings.policies,
+                "engines": settings.engines,
+                "changes": settings.changes,
+                "idle_seconds": settings.idle_seconds,
+                "parts": [str(part) for part in settings.parts],
+                "seed": settings.seed,
             },
-            results={
-                "p50_ms": percentile(one_by_one.in_force, 50) or 0.0,
-                "p99_ms": percentile(one_by_one.in_force, 99) or 0.0,
-                "programmed_p50_ms": percentile(one_by_one.programmed, 50) or 0.0,
-                "programmed_p99_ms": percentile(one_by_one.programmed, 99) or 0.0,
-                "burst_p99_ms": percentile(burst, 99) or 0.0,
-                "compile_ms": one_by_one.compile_ms,
-                "operator_rss_mb": peak,
-                "idle_writes_per_min": idle.writes_per_minute,
-                "idle_cpu_percent": idle.cpu_percent,
-                "restart_s": restart,
-            },
-            series={
-                "apply_to_in_force_ms": one_by_one.in_force,
-                "apply_to_programmed_ms": one_by_one.programmed,
-                "burst_ms": burst,
-            },
+            results=results,
+            series=series,
         )
 
     async def _everything_in_force(self) -> None:
@@ -181,8 +198,9 @@ class PropagationBench:
         answered = time.monotonic()
         return [max(0.0, await self._in_force(one) - answered) * 1000 for one in changes]
 
-    async def _idle(self) -> _Idle:
+    async def _at_rest(self) -> dict[str, float]:
         seconds = self._settings.idle_seconds
+        await asyncio.sleep(_AFTERMATH_SECONDS)
         self._tell(f"counting writes and processor time while nothing changes, {seconds:g} s")
         writes, cpu_seconds = await self._lab.objects.num_writes(), self._lab.operator_cpu_seconds()
         began = time.monotonic()
@@ -192,9 +210,21 @@ class PropagationBench:
             time.monotonic() - began,
         )
         writes = await self._lab.objects.num_writes() - writes
-        return _Idle(
-            writes_per_minute=writes * 60 / seconds, cpu_percent=100 * cpu_seconds / seconds
-        )
+        return {
+            "idle_writes_per_min": writes * 60 / seconds,
+            "idle_cpu_percent": 100 * cpu_seconds / seconds,
+        }
+
+    async def _compile_from_scratch(self) -> float:
+        """Compile what the API server holds, here, as an operator does that has just started."""
+        view = await self._lab.objects.view()
+        (pool,) = view.pools.values()
+        times = []
+        for _ in range(_COMPILES):
+            began = time.perf_counter()
+            compile_pool(replace(view), pool)
+            times.append((time.perf_counter() - began) * 1000)
+        return median(times)
 
     async def _quiet(self) -> None:
         """Wait until no status was written for a while."""

@@ -25,9 +25,12 @@ from tidegate_devcluster.assets import Assets
 from tidegate_devcluster.control_plane import ControlPlane
 from tidegate_devcluster.processes import Lifeline
 from tidegate_devcluster.redis_server import RedisServer
+from tidegate_operator.cluster import ClusterView
 from tidegate_operator.crds import crd_files
 from tidegate_operator.keys import generate_signing_key, public_key_text
+from tidegate_operator.kube import WATCHED
 from tidegate_operator.resources import API_VERSION, GROUP, VERSION
+from tidegate_operator.watch_cache import WatchCache
 
 NAMESPACE = "bench"
 POOL = "chat"
@@ -92,6 +95,14 @@ class Objects:
         body = {"spec": {"weight": weight}}
         changed = await self._api.merge(f"{self._policies}/{policy}", body)
         return Change(policy, weight, int(changed["metadata"]["generation"]))
+
+    async def view(self) -> ClusterView:
+        """Return all objects as an operator sees them."""
+        cache = WatchCache()
+        for watched in WATCHED:
+            for raw in (await self._api.get(watched.path()))["items"]:
+                cache.put(watched, raw)
+        return cache.view()
 
     async def num_writes(self) -> float:
         """Count what the API server was asked to write so far, by whomever, without Leases."""

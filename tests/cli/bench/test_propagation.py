@@ -8,6 +8,7 @@ from rich.console import Console
 from tidegate_cli.bench.propagation import PropagationSettings, run_propagation
 from tidegate_cli.bench.propagation_crowd import InForce
 from tidegate_cli.bench.propagation_engines import WeightsInForce
+from tidegate_cli.bench.propagation_part import Part
 from tidegate_cli.errors import NotReadyError
 from tidegate_engine.policy_board import PolicyInForce
 from tidegate_policies.rules import TenantRule, TierRule
@@ -20,6 +21,8 @@ KEYS = {
     "programmed_p99_ms",
     "burst_p99_ms",
     "compile_ms",
+    "compile_from_scratch_ms",
+    "objects",
     "operator_rss_mb",
     "idle_writes_per_min",
     "idle_cpu_percent",
@@ -56,6 +59,24 @@ async def test_a_change_is_timed_until_every_engine_obeys_it_and_rest_is_rest(
     assert results["compile_ms"] > 0
     assert results["restart_s"] > 0
     assert "starting the operator anew" in told
+
+
+@pytest.mark.cluster
+async def test_a_part_is_measured_by_itself(tmp_path: Path) -> None:
+    settings = PropagationSettings(policies=4, engines=2, parts=(Part.BURST,))
+
+    await run_propagation(
+        Console(quiet=True),
+        settings=settings,
+        progress=lambda _: None,
+        json_file=tmp_path / "figures.json",
+    )
+
+    document = json.loads((tmp_path / "figures.json").read_text())
+    always = {"objects", "operator_rss_mb", "compile_from_scratch_ms"}
+    assert document["results"].keys() == always | {"burst_p99_ms"}
+    assert document["series"].keys() == {"burst_ms"}
+    assert document["results"]["objects"] == 2 * 4 + 2 + 3
 
 
 def test_quick_is_smaller_in_everything() -> None:
