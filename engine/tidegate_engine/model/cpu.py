@@ -16,6 +16,7 @@ from tidegate_engine.model.rotary import RotaryTable
 if TYPE_CHECKING:
     from tidegate_engine.model.cpu_forward import CpuForward
     from tidegate_engine.model.cpu_kernels import KernelCompiler
+    from tidegate_engine.model.cpu_product import Desks
 
 # Numba is imported by functions: it takes a while, and need not be there.
 _MIN_BLOCK = 16
@@ -28,7 +29,8 @@ class CpuBackend:
         self._config = config
         self._team = team
         self._compiler = compiler
-        self._products: dict[int, int] = {}
+        self._products: dict[tuple[int, int], int] = {}
+        self._desks: Desks | None = None
 
     @classmethod
     def find(
@@ -48,12 +50,14 @@ class CpuBackend:
 
     def new_linear(self, weight: Tensor) -> BareLinear:
         """Lay out a weight [outputs, inputs] in float32."""
-        from tidegate_engine.model.cpu_product import PanelLinear, product_kernel
+        from tidegate_engine.model.cpu_product import Desks, PanelLinear, Panels, product_kernel
 
-        size = weight.shape[1]
-        if size not in self._products:
-            self._products[size] = self._compiler.compile(product_kernel(size))
-        return PanelLinear(weight, self._products[size], self._team)
+        panels = Panels(weight)
+        kind = panels.num_inputs, panels.bits
+        if kind not in self._products:
+            self._products[kind] = self._compiler.compile(product_kernel(*kind))
+        self._desks = self._desks or Desks()
+        return PanelLinear(panels, self._products[kind], self._team, self._desks)
 
     def new_forward(
         self, layers: Layers[BareLinear], rotary: RotaryTable, block_size: int

@@ -262,6 +262,31 @@ def load_ints(builder: Builder, address: Value) -> Value:
     return builder.sitofp(ints, _FLOATS)
 
 
+def _build_load_bytes(builder: Builder, address: Value) -> Value:
+    loaded = builder.load(_pointer(builder, address, _BYTES), align=1)
+    return builder.zext(loaded, _INTS)
+
+
+@_define(_vector, _address)
+def load_bytes(builder: Builder, address: Value) -> Value:
+    """16 bytes from 0 to 255, as floats."""
+    return builder.sitofp(_build_load_bytes(builder, address), _FLOATS)
+
+
+@_define(_vector, _address)
+def load_low_halves(builder: Builder, address: Value) -> Value:
+    """The lower 4 bits of 16 bytes, as floats."""
+    low = builder.and_(_build_load_bytes(builder, address), _lanes(*[15] * LANES))
+    return builder.sitofp(low, _FLOATS)
+
+
+@_define(_vector, _address)
+def load_high_halves(builder: Builder, address: Value) -> Value:
+    """The upper 4 bits of 16 bytes, as floats."""
+    high = builder.lshr(_build_load_bytes(builder, address), _lanes(*[4] * LANES))
+    return builder.sitofp(high, _FLOATS)
+
+
 @_define(types.void, _address, _vector)
 def store_bytes(builder: Builder, address: Value, vector: Value) -> None:
     """Write floats in [-127, 127] as bytes, rounded to the nearest, halves to even."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from tidegate_engine.core.plan import PlanRow
@@ -18,6 +19,7 @@ from tidegate_engine.model.linear import Int8Linear, Quantization
 from tidegate_engine.model.llama import ForwardPass
 from tidegate_engine.model.portable import PortableForward
 from tidegate_engine.model.rotary import RotaryTable
+from tidegate_testing.model_files import quantised
 from tidegate_testing.models import TINY, plan_row, tiny_model
 
 pytest.importorskip("numba")
@@ -226,6 +228,29 @@ def test_a_product_is_the_plain_one_bit_for_bit_alone(
     assert torch.equal(product, alone)
     exact = rows.double() @ weight.double().T
     assert torch.allclose(product.double(), exact, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_a_product_is_the_same_to_the_last_bit_from_codes_and_from_plain_numbers(
+    kind: str, num_threads: int, cache: Path
+) -> None:
+    backend = CpuBackend.find(GROUPED, torch.empty(0), cache)
+    assert backend is not None
+    torch.manual_seed(0)
+    coded = quantised(torch.randn(160, 448), GGMLQuantizationType[kind])
+    torch.set_num_threads(num_threads)
+    try:
+        from_codes = backend.new_linear(coded)
+        # Outputs without codes make all of a weight plain.
+        from_plain = backend.new_linear(torch.cat((coded, torch.randn(32, 448))))
+        assert from_codes.tensors[0].nbytes < coded.nbytes / 3
+        for num_rows in (1, 5, 12, 13, 40, 300):
+            rows = torch.randn(num_rows, 448)
+            plain = from_plain.multiply(rows)[:, :160]
+            assert torch.equal(from_codes.multiply(rows), plain)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_rows_are_shared_out_where_there_are_too_few_panels_for_the_threads() -> None:

@@ -63,7 +63,7 @@ def test_nobody_else_compiles_into_a_directory_meanwhile(
         return plain(*arguments, **options)
 
     monkeypatch.setattr(numba, "cfunc", watched)
-    KernelCompiler(tmp_path).compile(cpu_product.product_kernel(64))
+    KernelCompiler(tmp_path).compile(cpu_product.product_kernel(64, 32))
     assert compiled
 
 
@@ -72,7 +72,7 @@ def test_kernels_that_cannot_be_kept_are_compiled_all_the_same(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     compiler = KernelCompiler(tmp_path / "file" / "kernels")
-    assert compiler.compile(cpu_product.product_kernel(64))
+    assert compiler.compile(cpu_product.product_kernel(64, 32))
     assert "compiled kernels can't be kept" in caplog.text
     assert [*tmp_path.iterdir()] == [tmp_path / "file"]
 

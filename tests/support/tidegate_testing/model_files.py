@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
+import numpy as np
+import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -46,6 +48,12 @@ def gguf_name(name: str) -> str:
         return f"{_GGUF_NAMES[stem]}.{suffix}"
     _, _, layer, part = stem.split(".", 3)
     return f"blk.{layer}.{_GGUF_LAYER_NAMES.get(part, part)}.{suffix}"
+
+
+def quantised(weight: Tensor, kind: GGMLQuantizationType) -> Tensor:
+    """Return what a file of this kind makes of a weight, as plain numbers."""
+    values = gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind)
+    return torch.from_numpy(np.array(values, np.float32))
 
 
 def write_gguf(
