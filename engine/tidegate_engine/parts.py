@@ -10,6 +10,7 @@ from tidegate_engine.executor.simulated import SimulatedExecutor
 from tidegate_engine.executor.step_cost import AffineCost, Roofline, StepCost
 from tidegate_engine.model.bytes_tokenizer import NUM_PRINTABLE, BytesTokenizer
 from tidegate_engine.model.errors import ModelLoadError
+from tidegate_engine.model.openmp import shorten_spinning
 from tidegate_engine.server.served_model import ServedModel, Tokenizer
 from tidegate_engine.settings import Settings
 from tidegate_engine.summary import Summary
@@ -50,6 +51,7 @@ def load_parts(settings: Settings, *, created: int) -> Parts:
 
 
 def _load_torch(settings: Settings, created: int) -> Parts:
+    shorten_spinning()
     # Imported here, as simulated engines need neither PyTorch nor the memory that it takes.
     from tidegate_engine.torch_parts import load_torch
 

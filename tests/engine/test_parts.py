@@ -1,4 +1,7 @@
 import base64
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -7,6 +10,19 @@ from tidegate_engine.executor.step_cost import Roofline
 from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.parts import Parts, load_parts
 from tidegate_engine.settings import Settings
+
+# OpenMP's library tells what it found in the environment when it was loaded.
+LOADING = """
+from tidegate_engine.model.errors import ModelLoadError
+from tidegate_engine.parts import load_parts
+from tidegate_engine.settings import Settings
+
+try:
+    load_parts(Settings(pool="a/b", redis_url="redis://x", verify_key="A" * 43 + "=",
+                        model="/nowhere", threads=1), created=0)
+except ModelLoadError:
+    pass
+"""
 
 
 def simulated(**settings: object) -> Parts:
@@ -57,3 +73,22 @@ def test_kv_memory_that_was_set_stays() -> None:
 def test_a_model_too_large_for_its_gpu_cannot_be_loaded() -> None:
     with pytest.raises(ModelLoadError, match="8B on CPU-2-cores: weights take"):
         simulated(simulated_gpu="CPU-2-cores")
+
+
+@pytest.mark.parametrize(
+    ("environment", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
+)
+def test_threads_that_wait_spin_briefly_unless_told_otherwise(
+    environment: dict[str, str], spins: str
+) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", LOADING],
+        env={"PATH": os.environ["PATH"], "OMP_DISPLAY_ENV": "verbose", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    if "GOMP_SPINCOUNT" not in run.stderr:
+        pytest.skip("PyTorch runs on another OpenMP library than GNU's")
+    assert f"GOMP_SPINCOUNT = '{spins}'" in run.stderr
