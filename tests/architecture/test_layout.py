@@ -2,6 +2,7 @@
 
 import subprocess
 import zipfile
+from collections import Counter
 from email.parser import Parser
 from pathlib import Path
 
@@ -64,6 +65,11 @@ def test_no_file_is_too_long_to_read_in_one_sitting() -> None:
         for path in committed("*.py")
     }
     assert {name: n for name, n in lengths.items() if n > MAX_LINES} == {}
+
+
+def test_decisions_are_numbered_once() -> None:
+    numbers = Counter(path.name[:4] for path in committed("docs/decisions/*.md"))
+    assert {number for number, times in numbers.items() if times > 1} == set()
 
 
 def test_no_file_is_too_large_for_the_repository() -> None:

@@ -34,6 +34,7 @@ class Label:
         itl_factor: Its target of the time between two tokens, in gold's.
         nominal_percent: KV blocks that are its own.
         sheds: Whether who would be served too late is refused.
+        max_running: Most of its requests in a batch; None = as many as the batch holds.
     """
 
     tenant: str
@@ -44,6 +45,7 @@ class Label:
     itl_factor: float = 1.0
     nominal_percent: int = 0
     sheds: bool = False
+    max_running: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

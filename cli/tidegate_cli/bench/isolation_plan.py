@@ -24,6 +24,7 @@ class Scale:
         lead_in_seconds: Before anything is counted.
         seconds: Counted, of each side.
         misbehaving_seconds: Counted, with each way of misbehaving.
+        max_running: Of the tenant that misbehaves and of its likes: half of a batch.
         queued: Requests that a tenant queues at once to misbehave.
         queued_choices: How many of these it sends in one call.
         huge_prompt_tokens: Of each of its huge prompts.
@@ -34,6 +35,7 @@ class Scale:
     lead_in_seconds: float
     seconds: float
     misbehaving_seconds: float
+    max_running: int
     queued: int
     huge_prompt_tokens: int
     unread_output_tokens: int
@@ -83,13 +85,18 @@ def gold_of(scale: Scale, *, load: float) -> Label:
 
 
 def beside_rogue(scale: Scale) -> list[Label]:
-    """Return tenants that ask for no more than is theirs, and the one that will."""
+    """Return tenants that ask for no more than is theirs, and the one that will.
+
+    Nobody is taken out for somebody of the same tier, so that long answers could hold every place
+    in a batch; `maxRunning` is what keeps a tenant from that.
+    """
     silver = Label(
         tenant=SILVER,
         tier=SILVER,
         load=0.2,
         ttft_seconds=5.0 * scale.gold_ttft_seconds,
         itl_factor=2.0,
+        max_running=scale.max_running,
     )
     return [
         gold_of(scale, load=0.3),

@@ -65,6 +65,7 @@ def _tidegate(labels: Sequence[Label], itl_seconds: float | None) -> Side:
                     tier=label.tier,
                     weight=label.weight,
                     kv_nominal_percent=label.nominal_percent,
+                    max_running=label.max_running,
                     service=ServiceRule(
                         ttft_seconds=label.ttft_seconds,
                         itl_seconds=(

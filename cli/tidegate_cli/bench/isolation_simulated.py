@@ -29,6 +29,7 @@ SCALE = Scale(
     lead_in_seconds=8.0,
     seconds=20.0,
     misbehaving_seconds=15.0,
+    max_running=128,
     queued=10_000,
     huge_prompt_tokens=100_000,
     unread_output_tokens=8_192,

@@ -27,6 +27,7 @@ SCALE = Scale(
     lead_in_seconds=15.0,
     seconds=45.0,
     misbehaving_seconds=30.0,
+    max_running=8,
     queued=10_000,
     queued_choices=100,
     huge_prompt_tokens=1_700,

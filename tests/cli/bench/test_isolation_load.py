@@ -17,6 +17,8 @@ from tidegate_cli.bench.isolation_plan import (
     overloaded,
     shedding,
 )
+from tidegate_cli.bench.isolation_policy import side_of
+from tidegate_cli.bench.isolation_side import TIDEGATE
 from tidegate_cli.bench.isolation_simulated import SCALE
 from tidegate_cli.bench.isolation_torch import OUTPUT_P95, PROMPT_P95, shortened
 from tidegate_cli.traces import summarize_lengths
@@ -73,6 +75,8 @@ def test_beside_the_one_that_misbehaves_nobody_asks_for_more_than_there_is() -> 
 
     assert labels[-1].tenant == ROGUE
     assert sum(label.load for label in labels) < 1.0
+    rule = side_of(TIDEGATE, labels, itl_seconds=None).policy.tenants[-1]
+    assert (rule.tenant, rule.max_running) == (ROGUE, SCALE.max_running)
     assert sum(label.load for label in shedding(SCALE, load=1.5)) == pytest.approx(1.5)
 
 
