@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from tidegate_cli.bench.batching import load_trace
-from tidegate_cli.bench.isolation_load import GOLD, PATIENCE, Label, Traffic
+from tidegate_cli.bench.isolation_load import PATIENCE, Label, Traffic
 from tidegate_cli.bench.isolation_plan import (
     HANGS_UP,
     HUGE,
@@ -78,7 +78,7 @@ def test_beside_the_one_that_misbehaves_nobody_asks_for_more_than_there_is() -> 
     rules = side_of(TIDEGATE, labels, itl_seconds=None).policy.tenants
     limits = {rule.tenant: rule.max_running for rule in rules}
     assert limits[ROGUE] == SCALE.max_running
-    assert limits[GOLD] is None
+    assert limits["gold"] is None
     assert sum(label.load for label in shedding(SCALE, load=1.5)) == pytest.approx(1.5)
 
 
