@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from tidegate_cli.bench.engine_part import Part as EnginePart
 from tidegate_cli.bench.isolation_side import SideName
-from tidegate_cli.bench.propagation_part import Part
+from tidegate_cli.bench.propagation_part import Part as PropagationPart
 from tidegate_cli.console.command import add_console
 from tidegate_cli.insight import add_insight
 from tidegate_cli.running import compute_to_end, run_to_end
@@ -83,7 +84,8 @@ def propagation(  # noqa: PLR0917 - typer passes options by name
     engines: Annotated[int, typer.Option(min=1, max=500, help="Simulated engines.")] = 100,
     changes: Annotated[int, typer.Option(min=1, max=10_000, help="Changes, one by one.")] = 100,
     part: Annotated[
-        list[Part] | None, typer.Option(help="Measure only this; may come several times.")
+        list[PropagationPart] | None,
+        typer.Option(help="Measure only this; may come several times."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the changed policies.")] = 1,
     json_file: JsonFile = None,
@@ -96,7 +98,7 @@ def propagation(  # noqa: PLR0917 - typer passes options by name
         policies=policies,
         engines=engines,
         changes=changes,
-        parts=tuple(part or Part),
+        parts=tuple(part or PropagationPart),
         seed=seed,
     )
     if quick:
@@ -142,7 +144,7 @@ def batching(  # noqa: PLR0917 - typer passes options by name
 
 
 @bench.command()
-def engine(  # noqa: PLR0917 - typer passes options by name
+def engine(  # noqa: PLR0913, PLR0917 - typer passes options by name
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Of weights, activations and KV.")
     ] = "float32",
@@ -157,6 +159,10 @@ def engine(  # noqa: PLR0917 - typer passes options by name
         list[str] | None,
         typer.Option(help="URL of an OpenAI-compatible server to measure as well; repeatable."),
     ] = None,
+    part: Annotated[
+        list[EnginePart] | None,
+        typer.Option(help="Measure only this; may come several times."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the words of the prompts.")] = 1,
     json_file: JsonFile = None,
     quick: Quick = False,
@@ -170,6 +176,7 @@ def engine(  # noqa: PLR0917 - typer passes options by name
         temperature=temperature,
         threads=threads,
         peers=tuple(peer or ()),
+        parts=tuple(part or EnginePart),
         seed=seed,
     )
     if quick:

@@ -146,5 +146,5 @@ def test_help_comes_without_what_commands_need_to_run(arguments: list[str]) -> N
     own = {name for name in loaded if name.startswith(("tidegate_engine", "tidegate_operator"))}
     prefix = "tidegate_cli.bench."
     benches = {name.removeprefix(prefix) for name in loaded if name.startswith(prefix)}
-    names_of_choices = {"isolation_side", "propagation_part"}
+    names_of_choices = {"engine_part", "isolation_side", "propagation_part"}
     assert (own, benches) == (set(), names_of_choices)

@@ -19,11 +19,13 @@ from rich.console import Console
 from tidegate_cli.bench.engine_bare import BareSteps, BareWork
 from tidegate_cli.bench.engine_client import RunFigures, StreamingClient, Target
 from tidegate_cli.bench.engine_figures import (
+    BatchingFigures,
+    BurstFigures,
     EngineFigures,
     PeerFigures,
-    ServedFigures,
     print_figures,
 )
+from tidegate_cli.bench.engine_part import Part
 from tidegate_cli.bench.engine_process import EngineProcess, OneTenant, running_engine
 from tidegate_cli.bench.engine_usage import CpuTimes, CpuUse, StepUse, peak_resident_mb
 from tidegate_cli.bench.engine_workload import (
@@ -57,6 +59,7 @@ class EngineSettings:
     Attributes:
         threads: CPU threads of a step; None = one for each core that this process may use.
         peers: URLs of OpenAI-compatible servers that get the same workload.
+        parts: Are measured; whatever else there is, is left out.
         executor: `simulated` is for trying the benchmark itself.
         max_num_seqs: Most requests of W in one step.
         max_batched_tokens: Most tokens in one step.
@@ -77,6 +80,7 @@ class EngineSettings:
     temperature: float = 0.0
     threads: int | None = None
     peers: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = tuple(Part)
     executor: str = "torch"
     max_num_seqs: int = 64
     max_batched_tokens: int = 512
@@ -147,32 +151,13 @@ class EngineBench:
         self._writer = PromptWriter(self._vocabulary(), settings.seed)
 
     async def run(self) -> EngineFigures:
-        """Measure everything.
+        """Measure the parts that the settings name.
 
         Raises:
             CommandError: Something didn't start, or a request was not served as it should be.
             StartError: An engine ended.
         """
-        settings = self._settings
-        served, continuous = await self._serve()
-        static = await self._serve_static()
-        bare = await self._replay_bare()
-        peers = [await self._measure_peer(url) for url in settings.peers]
-        return EngineFigures(
-            served=served,
-            bare=bare,
-            continuous=continuous,
-            static=static,
-            padded=self._padded,
-            padding_bound=padding_bound(self._padded.requests, settings.padded_slots),
-            max_batched_tokens=settings.max_batched_tokens,
-            poisson_itl_seconds=settings.poisson_itl_seconds,
-            peers=peers,
-        )
-
-    async def _serve(self) -> tuple[ServedFigures, RunFigures]:
-        """Measure W, and the recorded trace, on one engine with continuous batching."""
-        settings = self._settings
+        settings, parts = self._settings, self._settings.parts
         self._tell("starting an engine")
         self._tenant.publish(settings.max_num_seqs)
         async with (
@@ -180,40 +165,64 @@ class EngineBench:
             self._client(engine.target) as client,
         ):
             await client.run(self._warm_up())
-            served = await self._serve_w(engine, client)
-            await engine.obeys(self._tenant.publish(settings.padded_slots))
-            continuous = await self._serve_padded(client, "continuous")
-        return served, continuous
+            burst = await self._serve_burst(engine, client) if Part.BURST in parts else None
+            poisson = await self._serve_poisson(engine, client) if Part.POISSON in parts else None
+            resident_mb = peak_resident_mb(engine.pid)
+            continuous = (
+                await self._serve_continuous(engine, client) if Part.STATIC in parts else None
+            )
+        return EngineFigures(
+            burst=burst,
+            bare=await self._replay_bare() if burst else None,
+            poisson=poisson,
+            resident_mb=resident_mb,
+            batching=await self._batching(continuous) if continuous else None,
+            max_batched_tokens=settings.max_batched_tokens,
+            poisson_itl_seconds=settings.poisson_itl_seconds,
+            peers=[await self._measure_peer(url) for url in settings.peers],
+        )
 
-    async def _serve_w(self, engine: EngineProcess, client: StreamingClient) -> ServedFigures:
-        settings, requests = self._settings, self._burst()
+    async def _serve_burst(self, engine: EngineProcess, client: StreamingClient) -> BurstFigures:
+        requests = self._burst()
         self._tell(f"W at once: {len(requests)} requests")
         first, cpu_first = await engine.metrics(), CpuTimes.read(engine.pid)
-        burst = await client.run(requests)
+        run = await client.run(requests)
         cpu_last, last = CpuTimes.read(engine.pid), await engine.metrics()
         steps = StepUse.between(first, last)
         if steps.cached_tokens:
             raise BenchError(f"{steps.cached_tokens} prompt tokens came from the prefix cache")
-        self._tell(f"{burst.output_tokens_per_s:.1f} output tokens/s; now W as Poisson arrivals")
+        self._tell(f"{run.output_tokens_per_s:.1f} output tokens/s")
+        cpu = CpuUse.between(
+            cpu_first,
+            cpu_last,
+            seconds=run.seconds,
+            num_compute_threads=self._settings.num_threads,
+        )
+        return BurstFigures(run=run, steps=steps, cpu=cpu)
+
+    async def _serve_poisson(self, engine: EngineProcess, client: StreamingClient) -> RunFigures:
+        settings = self._settings
+        self._tell(f"W as Poisson arrivals, {settings.rate:g} requests/s")
         await engine.obeys(
             self._tenant.publish(settings.max_num_seqs, itl_seconds=settings.poisson_itl_seconds)
         )
-        poisson = await client.run(self._writer.write(self._lengths))
-        return ServedFigures(
-            burst=burst,
-            poisson=poisson,
-            steps=steps,
-            cpu=CpuUse.between(
-                cpu_first,
-                cpu_last,
-                seconds=burst.seconds,
-                num_compute_threads=settings.num_threads,
-            ),
-            resident_mb=peak_resident_mb(engine.pid),
+        return await client.run(self._writer.write(self._lengths))
+
+    async def _serve_continuous(self, engine: EngineProcess, client: StreamingClient) -> RunFigures:
+        await engine.obeys(self._tenant.publish(self._settings.padded_slots))
+        return await self._serve_padded(client, "continuous")
+
+    async def _batching(self, continuous: RunFigures) -> BatchingFigures:
+        return BatchingFigures(
+            continuous=continuous,
+            static=await self._serve_static(),
+            padded=self._padded,
+            padding_bound=padding_bound(self._padded.requests, self._settings.padded_slots),
         )
 
     async def _serve_static(self) -> RunFigures:
         self._tell("starting an engine that batches statically")
+        self._tenant.publish(self._settings.padded_slots)
         environment = {**self._settings.engine_environment, "TIDEGATE_BATCHING": "static"}
         async with (
             running_engine(self._tenant, "static", environment) as engine,
@@ -230,12 +239,16 @@ class EngineBench:
         return await client.run(self._writer.write(self._padded.requests))
 
     async def _measure_peer(self, url: str) -> PeerFigures:
-        target = Target.of(url)
+        target, parts = Target.of(url), self._settings.parts
         async with self._client(target) as client:
             self._tell(f"{target.base_url}: {client.model}")
             await client.run(self._warm_up())
-            burst = await client.run(self._burst())
-            poisson = await client.run(self._writer.write(self._lengths))
+            burst = await client.run(self._burst()) if Part.BURST in parts else None
+            poisson = (
+                await client.run(self._writer.write(self._lengths))
+                if Part.POISSON in parts
+                else None
+            )
         return PeerFigures(
             url=target.base_url,
             model=client.model,
@@ -351,6 +364,7 @@ def _described(settings: EngineSettings) -> dict[str, object]:
     return {
         **asdict(settings),
         "threads": settings.num_threads,
+        "parts": [str(part) for part in settings.parts],
         # Without the keys that the URLs may hold.
         "peers": [Target.of(url).base_url for url in settings.peers],
         "environment": inherited,

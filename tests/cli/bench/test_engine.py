@@ -9,6 +9,7 @@ from rich.console import Console
 
 from tidegate_cli.bench.engine import EngineSettings, replay_bare, run_engine_bench
 from tidegate_cli.bench.engine_bare import BareWork
+from tidegate_cli.bench.engine_part import Part
 from tidegate_cli.bench.errors import BenchError
 from tidegate_testing.engines import a_running_engine, key_of
 
@@ -22,29 +23,41 @@ SMALL = EngineSettings(
     padded_longest=6,
     padded_slots=2,
 )
-CLIENT_KEYS = {
-    "burst_output_tokens_per_s",
-    "burst_ttft_p99_s",
-    "burst_itl_p99_ms",
-    "poisson_ttft_p99_s",
-    "poisson_itl_p99_ms",
-}
-KEYS = {
-    *CLIENT_KEYS,
-    *(f"peer_{key}" for key in CLIENT_KEYS),
+POISSON_KEYS = {"poisson_ttft_p99_s", "poisson_itl_p99_ms"}
+STATIC_KEYS = {"continuous_over_static", "padding_bound"}
+BURST_CLIENT_KEYS = {"burst_output_tokens_per_s", "burst_ttft_p99_s", "burst_itl_p99_ms"}
+BURST_KEYS = {
+    *BURST_CLIENT_KEYS,
     "bound_output_tokens_per_s",
     "of_bound",
     "batch_size_mean",
     "queue_p99_s",
-    "rss_mb",
     "scheduler_fraction",
     "http_cpu_fraction",
     "burst_cpu_s",
     "burst_client_cpu_s",
     "foreign_cpus",
-    "continuous_over_static",
-    "padding_bound",
 }
+KEYS = {
+    *BURST_KEYS,
+    *POISSON_KEYS,
+    *STATIC_KEYS,
+    "rss_mb",
+    *(f"peer_{key}" for key in BURST_CLIENT_KEYS | POISSON_KEYS),
+}
+
+
+def runs(name: str) -> set[str]:
+    """Return the series that a run has."""
+    return {
+        f"{name}_{series}"
+        for series in (
+            "ttft_seconds",
+            "ttft_seconds_p50_p90_p99",
+            "itl_seconds_p50_p90_p99",
+            "seconds_and_output_tokens",
+        )
+    }
 
 
 async def test_an_engine_and_a_peer_are_measured_alike_and_every_key_is_written(
@@ -74,6 +87,30 @@ async def test_an_engine_and_a_peer_are_measured_alike_and_every_key_is_written(
     # The key of a peer is nobody's business.
     assert key_of("acme") not in json.dumps(document)
     assert key_of("acme") not in console.export_text()
+
+
+@pytest.mark.parametrize(
+    ("part", "keys", "series"),
+    [
+        (Part.BURST, BURST_KEYS, {"bare_step_seconds", *runs("burst")}),
+        (Part.POISSON, POISSON_KEYS, runs("poisson")),
+        (Part.STATIC, STATIC_KEYS, {*runs("padded_continuous"), *runs("padded_static")}),
+    ],
+)
+async def test_a_part_is_measured_by_itself(
+    tmp_path: Path, part: Part, keys: set[str], series: set[str]
+) -> None:
+    await run_engine_bench(
+        Console(quiet=True),
+        settings=replace(SMALL, parts=(part,)),
+        progress=lambda _line: None,
+        json_file=tmp_path / "result.json",
+    )
+
+    document = json.loads((tmp_path / "result.json").read_text())
+    assert document["settings"]["parts"] == [part]
+    assert document["results"].keys() == keys | {"rss_mb"}
+    assert document["series"].keys() == series
 
 
 async def test_steps_are_replayed_without_an_engine() -> None:
