@@ -3,6 +3,7 @@
 import base64
 import binascii
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -54,7 +55,8 @@ class WatchCache:
 
     def __init__(self) -> None:
         self._entries: dict[Watched, dict[str, _Entry]] = {}
-        self._policies: dict[str, dict[str, TenantPolicy]] = {}
+        # How many policies of each namespace refer to each pool.
+        self._references: dict[str, Counter[str]] = {}
         self._view: ClusterView | None = None
         self._gone_since_sweep: set[str] = set()
         self._told_since_sweep: set[str] = set()
@@ -81,7 +83,9 @@ class WatchCache:
             return None
         entry = _Entry(raw, _read(watched, raw))
         entries[uid] = entry
-        self._index_policy(entry)
+        if known is not None:
+            self._count_references(known, -1)
+        self._count_references(entry, +1)
         if known is not None and known.value == entry.value:
             return None
         self._view = None
@@ -95,7 +99,7 @@ class WatchCache:
         entry = self._entries.get(watched, {}).pop(uid, None)
         if entry is None:
             return None
-        self._policies.get(entry.namespace, {}).pop(uid, None)
+        self._count_references(entry, -1)
         self._view = None
         return self._affected(watched, entry)
 
@@ -178,17 +182,20 @@ class WatchCache:
         if watched.model is PriorityTier:
             pools = {pool.key for pool in self._entries.get(POOLS, {}).values()}
             # A policy is told of its tier even while there is no pool for it.
-            return frozenset(pools).union(*map(self._pools_named_in, self._policies))
+            return frozenset(pools).union(*self._references.values())
         return self._pools_named_in(entry.key if watched is NAMESPACES else entry.namespace)
 
     def _pools_named_in(self, namespace: str) -> frozenset[str]:
-        policies = self._policies.get(namespace, {}).values()
-        return frozenset(key for policy in policies for key in pool_keys(policy))
+        return frozenset(self._references.get(namespace, ()))
 
-    def _index_policy(self, entry: _Entry) -> None:
-        self._policies.get(entry.namespace, {}).pop(entry.uid, None)
-        if isinstance(entry.value, TenantPolicy):
-            self._policies.setdefault(entry.namespace, {})[entry.uid] = entry.value
+    def _count_references(self, entry: _Entry, change: int) -> None:
+        if not isinstance(entry.value, TenantPolicy):
+            return
+        counts = self._references.setdefault(entry.namespace, Counter())
+        for pool in pool_keys(entry.value):
+            counts[pool] += change
+            if not counts[pool]:
+                del counts[pool]
 
 
 def key_digest(value: bytes) -> str | None:

@@ -129,6 +129,24 @@ def test_change_affects_the_pools_that_may_depend_on_it(
     assert cache.remove(watched, raw["metadata"]["uid"]) is None
 
 
+def test_secret_affects_the_pools_that_policies_of_its_namespace_still_refer_to(
+    cache: WatchCache,
+) -> None:
+    cache.put(POLICIES, a_raw_policy("second"))
+    cache.put(POLICIES, a_raw_policy("third", pool="code"))
+    cache.put(POLICIES, a_raw_policy(version=2, generation=2, pool="code"))
+    assert cache.put(SECRETS, a_raw("keys")) == frozenset({"team/chat", "team/code"})
+
+    cache.remove(POLICIES, "uid-team-second")
+    assert cache.put(SECRETS, a_raw("more-keys")) == frozenset({"team/code"})
+
+    cache.put(POLICIES, a_raw("third", version=2, generation=2, spec={"poolRefs": "none"}))
+    assert cache.put(SECRETS, a_raw("still-more")) == frozenset({"team/code"})
+
+    cache.remove(POLICIES, "uid-team-acme")
+    assert cache.put(SECRETS, a_raw("last-keys")) == frozenset()
+
+
 def test_tier_affects_policies_whose_pool_does_not_exist(cache: WatchCache) -> None:
     cache.put(POLICIES, a_raw_policy("early", pool="absent"))
     affected = cache.put(TIERS, a_raw("gold", "", spec={}))
