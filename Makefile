@@ -5,6 +5,9 @@ SHELL := bash
 .PHONY: help setup tools generate format lint types imports check test bench demo run
 .PHONY: soak soak-api soak-cluster soak-scheduler
 
+# Operators and engines start often: without bytecode each compiles all that it imports first.
+unexport PYTHONDONTWRITEBYTECODE
+
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/tidegate
 UV_VERSION := 0.13.9
 UV := $(CACHE)/uv/$(UV_VERSION)/bin/uv
