@@ -147,12 +147,12 @@ class LinedPolicy:
             lines = {name: Line.of(text) for name, text in zip(rules, change.tenants, strict=True)}
             tenants = _merged(self.tenant_lines, lines, change.removed)
             pool = self.pool_line if change.pool is None else Line.of(change.pool)
-            digest = digest_of_lines(line.digest for line in (pool, *tenants.values()))
+            digest = digest_of_lines([line.digest for line in (pool, *tenants.values())])
             if digest != change.envelope.digest:
                 raise ChangeError("the change doesn't lead to the policy that was signed")
             snapshot = _with_tenants(
                 self.snapshot if change.pool is None else PolicySnapshot.from_text(change.pool),
-                {**self.snapshot.tenant_rules, **rules},
+                self.snapshot.tenant_rules | rules,
                 tenants,
             )
         except SnapshotError as error:
@@ -175,7 +175,7 @@ def _merged(
 def _with_tenants(
     snapshot: PolicySnapshot, rules: Mapping[str, TenantRule], names: Mapping[str, Line]
 ) -> PolicySnapshot:
-    return replace(snapshot, tenants=tuple(rules[name] for name in names))
+    return replace(snapshot, tenants=tuple(map(rules.__getitem__, names)))
 
 
 _ADAPTER = TypeAdapter(PolicyChange)

@@ -122,7 +122,7 @@ class PolicySnapshot:
         return digest_of_lines(map(line_digest, self.lines))
 
     @cached_property
-    def tenant_rules(self) -> Mapping[str, TenantRule]:
+    def tenant_rules(self) -> MappingProxyType[str, TenantRule]:
         """The rules by tenant."""
         return MappingProxyType({rule.tenant: rule for rule in self.tenants})
 
@@ -183,8 +183,10 @@ def _check_batching(batching: BatchingRule) -> None:
 
 def _check_names(snapshot: PolicySnapshot) -> None:
     _refuse_twice("tiers", (tier.name for tier in snapshot.tiers))
-    _refuse_twice("tenants", (rule.tenant for rule in snapshot.tenants))
-    _refuse_twice("key_digests", (d for rule in snapshot.tenants for d in rule.key_digests))
+    if len(snapshot.tenant_rules) < len(snapshot.tenants):
+        _refuse_twice("tenants", (rule.tenant for rule in snapshot.tenants))
+    if len(snapshot.tenant_by_key_digest) < sum(len(rule.key_digests) for rule in snapshot.tenants):
+        _refuse_twice("key_digests", (d for rule in snapshot.tenants for d in rule.key_digests))
     tiers = {tier.name: tier.value for tier in snapshot.tiers}
     # Thousands of tenants have the same few tiers; of each choice the first tenant stands for all.
     choices = {(rule.tier, rule.allowed_tiers): rule for rule in reversed(snapshot.tenants)}
@@ -197,7 +199,7 @@ def _check_names(snapshot: PolicySnapshot) -> None:
                 raise SnapshotError(
                     f"tenant {rule.tenant!r}: allowed tier {tier!r} is not below {rule.tier!r}"
                 )
-    if any(rule.tenant == UNKNOWN_TENANT for rule in snapshot.tenants):
+    if UNKNOWN_TENANT in snapshot.tenant_rules:
         raise SnapshotError(f"tenant {UNKNOWN_TENANT!r}: the name is kept for undeclared tenants")
     unknown = snapshot.unknown_tenants
     if unknown.action is UnknownAction.ADMIT and unknown.tier not in tiers:
