@@ -13,7 +13,8 @@ from tidegate_operator.progress import Published, Stored, plan_revision
 from tidegate_operator.verdicts import timestamp
 from tidegate_policies.change import LinedPolicy
 from tidegate_policies.envelope import Envelope, EnvelopeRefusedError, Sign, seal
-from tidegate_policies.snapshot import text_digest
+from tidegate_policies.problems import SnapshotError
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_policies.wire import envelope_key, wake_channel
 
 _LOG = logging.getLogger(__name__)
@@ -108,7 +109,8 @@ class Delivery:
         """Return what Redis holds, with an empty digest where it can't be used as it is.
 
         Looked at once after a start: the key may be a new one, and engines would refuse the policy
-        that was signed with the old one.
+        that was signed with the old one. What can be used is remembered, so that engines are told
+        what has changed since then instead of reading all of it again.
         """
         stored = await self.stored(pool)
         if stored is None or pool in self._newest:
@@ -116,17 +118,24 @@ class Delivery:
         text = await cast(
             "Awaitable[bytes | None]", self._redis.hget(envelope_key(pool), "envelope")
         )
-        return stored if self._is_own(text or b"", stored) else replace(stored, digest="")
+        own = self._own(text or b"", stored)
+        if own is None:
+            return replace(stored, digest="")
+        self._newest[pool] = own
+        return stored
 
-    def _is_own(self, text: bytes, stored: Stored) -> bool:
+    def _own(self, text: bytes, stored: Stored) -> tuple[Envelope, LinedPolicy] | None:
         try:
             envelope = Envelope.from_json(text)
-        except EnvelopeRefusedError:
-            return False
-        says = (envelope.revision, envelope.digest, text_digest(envelope.body))
+            policy = LinedPolicy.of(PolicySnapshot.from_text(envelope.body), envelope.body)
+        except (EnvelopeRefusedError, SnapshotError):
+            return None
+        says = (envelope.revision, envelope.digest, policy.digest)
         # Ed25519 signatures are a function of key and message.
         is_signed = envelope.signature == self._sign(envelope.message())
-        return is_signed and says == (stored.revision, stored.digest, stored.digest)
+        if is_signed and says == (stored.revision, stored.digest, stored.digest):
+            return envelope, policy
+        return None
 
     def forget(self, pool: str) -> None:
         """Drop what is remembered of a pool that is gone."""

@@ -18,6 +18,7 @@ from tidegate_operator.delivery import ContestedRevisionError, Delivery
 from tidegate_operator.keys import generate_signing_key, public_key_text, signer, verifier
 from tidegate_policies.change import LinedPolicy, PolicyChange
 from tidegate_policies.envelope import Envelope, Sign, Verify, unseal
+from tidegate_policies.snapshot import text_digest
 from tidegate_policies.wire import envelope_key, wake_channel
 from tidegate_testing.objects import a_tenant_policy, a_view, an_engine_pool
 
@@ -131,6 +132,7 @@ async def test_policy_signed_with_another_key_is_signed_anew(
         {"revision": "1e3"},
         {"revision": "3", "digest": "d"},
         {"revision": "3"},
+        {"revision": "3", "digest": "d", "envelope": "none"},
     ],
 )
 async def test_junk_in_redis_is_replaced(redis: Redis, sign: Sign, junk: dict[str, str]) -> None:
@@ -160,8 +162,9 @@ async def test_writer_that_always_loses_says_so(redis: Redis, sign: Sign) -> Non
         await Unlucky(redis, sign).publish(a_compiled(), {})
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
 async def test_engines_are_told_what_has_changed_since_the_revision_before(
-    redis: Redis, keys: tuple[Sign, Verify]
+    redis: Redis, keys: tuple[Sign, Verify], *, is_restarted: bool
 ) -> None:
     sign, verify = keys
     delivery = Delivery(redis, sign)
@@ -169,6 +172,8 @@ async def test_engines_are_told_what_has_changed_since_the_revision_before(
     async with redis.pubsub(ignore_subscribe_messages=True) as pubsub:
         await pubsub.subscribe(wake_channel(POOL))
         await delivery.publish(first, {})
+        if is_restarted:
+            delivery = Delivery(redis, sign)
         await delivery.publish(second, {})
         messages = [await next_message(pubsub) for _ in range(2)]
 
@@ -179,6 +184,30 @@ async def test_engines_are_told_what_has_changed_since_the_revision_before(
     stored = await stored_envelope(redis)
     assert replace(change.envelope, body=reached.text) == stored
     unseal(stored, pool=POOL, newer_than=1, verify=verify)
+
+
+async def test_policy_that_cannot_be_read_any_more_is_replaced(redis: Redis, sign: Sign) -> None:
+    unsigned = Envelope(
+        pool=POOL,
+        pool_uid="uid",
+        revision=3,
+        digest=text_digest("{}"),
+        issued_at="2026-01-01T00:00:00Z",
+        body="{}",
+    )
+    sealed = replace(unsigned, signature=sign(unsigned.message()))
+    await redis.hset(
+        envelope_key(POOL),
+        mapping={
+            "revision": sealed.revision,
+            "digest": sealed.digest,
+            "pool_uid": sealed.pool_uid,
+            "envelope": sealed.to_json(),
+        },
+    )
+    published, _ = await Delivery(redis, sign).publish(a_compiled(), {})
+    assert published.revision == 4
+    assert (await stored_envelope(redis)).digest == a_compiled().snapshot.digest
 
 
 async def next_message(pubsub: PubSub) -> bytes:
