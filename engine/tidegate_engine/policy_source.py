@@ -39,6 +39,9 @@ from tidegate_policies.wire import Refusal, envelope_key, wake_channel
 POLL_SECONDS = 4.0
 """How often the envelope is looked at without a wake-up; half to one and a half times this."""
 
+MESSAGE_SECONDS = 0.1
+"""How long the message of what was found without one is waited for."""
+
 STORE_SECONDS = 1.0
 """How long a policy waits to be written to disk: of a burst of changes only the last is worth it,
 and while engines take one, their processors have better to do."""
@@ -133,20 +136,23 @@ class PolicySource:
             await self._read()
             self._start_from_disk()
             while True:
-                message = await _wake_up(channel)
-                if message is not None:
-                    if self._take_change(message):
+                message = await _wake_up(channel, seconds=_jittered(POLL_SECONDS))
+                if message is None:
+                    if await self._stored_fields() == self._seen:
                         continue
-                    self._seen = ()
+                    # Whoever stored it has also sent what has changed, which is sooner taken.
+                    message = await _wake_up(channel, seconds=MESSAGE_SECONDS)
+                if message is not None and self._take_change(message):
+                    continue
+                self._seen = ()
                 await self._read()
 
     async def _read(self) -> None:
         """Take the envelope if it isn't the one already seen."""
-        key = envelope_key(self._pool)
-        fields = tuple(await self._redis.hmget(key, _FIELDS))
+        fields = await self._stored_fields()
         text = None
         if fields != self._seen and fields != (None, None):
-            text = await self._redis.hget(key, "envelope")
+            text = await self._redis.hget(envelope_key(self._pool), "envelope")
         if not self._is_reachable:
             _log.info("Redis is reachable, pool %s", self._pool)
             self._is_reachable = True
@@ -155,10 +161,14 @@ class PolicySource:
         if text is not None:
             self._consider(text)
 
+    async def _stored_fields(self) -> tuple[bytes | str | None, ...]:
+        return tuple(await self._redis.hmget(envelope_key(self._pool), _FIELDS))
+
     def _take_change(self, message: bytes | str) -> bool:
         """Take what has changed, if the message says so and it can be used.
 
-        Nothing is refused here: what can't be used makes the whole policy be read.
+        Nothing is refused here: what can't be used makes the whole policy be read. What was read
+        already, with a later one, needs no more than to be passed over.
         """
         base = self._lined
         if base is None or base.digest != self._board.newest_digest:
@@ -166,6 +176,8 @@ class PolicySource:
         try:
             change = PolicyChange.from_json(message)
             envelope = change.envelope
+            if self._is_overtaken(envelope):
+                return True
             check_envelope(
                 envelope,
                 pool=self._pool,
@@ -180,6 +192,15 @@ class PolicySource:
         self._note_good()
         self._offer(envelope, lined)
         return True
+
+    def _is_overtaken(self, envelope: Envelope) -> bool:
+        """Tell whether what was offered last is as new, while there is no doubt about that one."""
+        if self.degraded or self._refused is not None:
+            return False
+        revision, digest = self._newest_offered()
+        return (envelope.revision, envelope.digest) == (revision, digest) or (
+            envelope.revision < revision
+        )
 
     def _consider(self, text: bytes | str) -> None:
         revision = 0
@@ -294,11 +315,9 @@ class PolicySource:
             callback()
 
 
-async def _wake_up(channel: PubSub) -> bytes | str | None:
-    """Wait for a wake-up, and return its message; None when it is time to look without one."""
-    found = await channel.get_message(
-        ignore_subscribe_messages=True, timeout=_jittered(POLL_SECONDS)
-    )
+async def _wake_up(channel: PubSub, *, seconds: float) -> bytes | str | None:
+    """Wait for a wake-up, and return its message; None when none came for so long."""
+    found = await channel.get_message(ignore_subscribe_messages=True, timeout=seconds)
     return None if found is None else found["data"]
 
 

@@ -6,9 +6,8 @@ changed, and what comes out is checked as strictly as a whole text: the operator
 the digest of the result, and a change that doesn't lead there is not taken.
 """
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -44,7 +43,7 @@ class PolicyChange:
 
     def to_json(self) -> str:
         """Write the text that travels."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return _ADAPTER.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "PolicyChange":

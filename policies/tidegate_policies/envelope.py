@@ -63,7 +63,7 @@ class Envelope:
 
     def to_json(self) -> str:
         """Write the text that is stored in Redis and on the engine's disk."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return _ADAPTER.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Envelope":

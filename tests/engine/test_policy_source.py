@@ -161,6 +161,50 @@ async def test_a_change_is_taken_without_reading_the_whole_policy(
         await until(lambda: restarted.revision == 2, "revision 2 from the disk")
 
 
+@pytest.mark.usefixtures("quick_polls")
+async def test_a_change_that_is_on_its_way_is_waited_for(
+    publisher: Publisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    look = PolicySource._stored_fields
+
+    async def looked(source: PolicySource) -> tuple[bytes | str | None, ...]:
+        fields = await look(source)
+        seen.append(fields[0])
+        return fields
+
+    monkeypatch.setattr(policy_source, "MESSAGE_SECONDS", 600.0)
+    monkeypatch.setattr(PolicySource, "_stored_fields", looked)
+    publisher.publish(FIRST, 1)
+    async with a_follower(publisher, tmp_path) as follower:
+        await until(lambda: follower.revision == 1, "revision 1")
+        change = publisher.change(FIRST, SECOND, 2)
+        publisher.put(replace(change.envelope, body="never read"))
+        await until(lambda: b"2" in seen, "a look at revision 2")
+        publisher.announce(change.to_json())
+        await until(lambda: follower.revision == 2, "revision 2")
+        assert follower.refused is None
+
+
+@pytest.mark.usefixtures("rare_polls")
+async def test_a_change_that_was_read_already_is_passed_over(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    publisher.publish(FIRST, 1)
+    async with a_follower(publisher, tmp_path) as follower:
+        await until(lambda: follower.revision == 1, "revision 1")
+        publisher.publish(SECOND, 2)
+        await until(lambda: follower.revision == 2, "revision 2")
+        refused: list[Refusal | None] = []
+        follower.source.on_change.append(lambda: refused.append(follower.refused))
+        late, next_one = publisher.change(FIRST, SECOND, 2), publisher.change(SECOND, FIRST, 3)
+        publisher.put(replace(late.envelope, body="never read"))
+        publisher.announce(late.to_json())
+        publisher.announce(next_one.to_json())
+        await until(lambda: follower.revision == 3, "revision 3")
+        assert refused == []
+
+
 @pytest.mark.usefixtures("rare_polls")
 @pytest.mark.parametrize("kind", ["forged", "tampered", "from elsewhere", "foreign", "no change"])
 async def test_a_change_that_is_not_good_makes_the_whole_policy_be_read(
