@@ -8,7 +8,6 @@ the digest of the result, and a change that doesn't lead there is not taken.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Annotated
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -71,7 +70,7 @@ class Line:
         return cls(text, line_digest(text))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LinedPolicy:
     """A policy and its text, line by line; build it with `of`.
 
@@ -79,11 +78,13 @@ class LinedPolicy:
         snapshot: What the lines say.
         pool_line: The first one.
         tenant_lines: The others, by tenant and in this order.
+        digest: SHA-256 (hex), as that of the whole text.
     """
 
     snapshot: PolicySnapshot
     pool_line: Line
     tenant_lines: Mapping[str, Line]
+    digest: str
 
     @classmethod
     def of(cls, snapshot: PolicySnapshot, text: str | None = None) -> "LinedPolicy":
@@ -93,19 +94,14 @@ class LinedPolicy:
             snapshot: Any.
             text: What it was read from; None = its own.
         """
-        pool, *tenants = snapshot.lines if text is None else text.split("\n")
-        lines = zip(snapshot.tenants, tenants, strict=True)
+        pool, *tenants = map(Line.of, snapshot.lines if text is None else text.split("\n"))
         return cls(
             snapshot=snapshot,
-            pool_line=Line.of(pool),
-            tenant_lines={rule.tenant: Line.of(line) for rule, line in lines},
-        )
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 (hex), as that of the whole text."""
-        return digest_of_lines(
-            line.digest for line in (self.pool_line, *self.tenant_lines.values())
+            pool_line=pool,
+            tenant_lines={
+                rule.tenant: line for rule, line in zip(snapshot.tenants, tenants, strict=True)
+            },
+            digest=digest_of_lines(line.digest for line in (pool, *tenants)),
         )
 
     @property
@@ -156,7 +152,7 @@ class LinedPolicy:
             )
         except SnapshotError as error:
             raise ChangeError(str(error)) from error
-        return LinedPolicy(snapshot=snapshot, pool_line=pool, tenant_lines=tenants)
+        return LinedPolicy(snapshot=snapshot, pool_line=pool, tenant_lines=tenants, digest=digest)
 
 
 def _merged(
