@@ -17,7 +17,6 @@ from tidegate_testing.operator_process import (
     conditions,
     read,
     running_operator,
-    wait_for_conditions,
 )
 from tidegate_testing.reporting_engine import ReportingEngine
 
@@ -51,7 +50,7 @@ def chart(tmp_path: Path) -> Path:
     return folder
 
 
-def test_helm_waits_until_a_changed_policy_is_ready_and_no_longer(
+def test_helm_waits_until_a_policy_is_ready_and_no_longer(
     assets: Assets,
     control_plane: ControlPlane,
     kubectl: Kubectl,
@@ -72,10 +71,12 @@ def test_helm_waits_until_a_changed_policy_is_ready_and_no_longer(
     def is_ready() -> bool:
         return conditions(read(kubectl, "tp", "acme", namespace)).get("Ready") == ("True", "Ready")
 
+    # What nobody has looked at is not done, new as it is.
+    assert "TenantPolicy" in waited_for("install", seconds=4, weight=1)
+    helm("uninstall", "tenants", f"--namespace={namespace}", "--wait")
     with running_operator(replace(operator_setup, namespaces=(namespace,))):
-        # What has no status at all counts as done: only from the first one on it can be waited for.
         assert waited_for("install", weight=1) == ""
-        wait_for_conditions(kubectl, "tp", "acme", namespace, Ready="Ready")
+        assert is_ready()
         assert waited_for("upgrade", weight=2) == ""
         assert is_ready()
         assert engines[0].newest.tenant_rules[f"{namespace}/acme"].weight == 2
