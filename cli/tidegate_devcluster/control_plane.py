@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import shutil
 import ssl
 import urllib.error
 import urllib.request
@@ -118,12 +119,29 @@ class ControlPlane:
         self.children.remove(self._api_server)
         self._start_api_server()
 
+    def back_up(self, copy: Path) -> None:
+        """Copies all that is stored into a new folder; etcd and API server are away meanwhile."""
+        self._stop_etcd()
+        shutil.copytree(self._etcd_data, copy)
+        self._start_etcd()
+        self.restart_api_server()
+
+    def restore(self, copy: Path) -> None:
+        """Makes what was stored then all that is stored: versions of objects go back as well."""
+        self._stop_etcd()
+        shutil.rmtree(self._etcd_data)
+        shutil.copytree(copy, self._etcd_data)
+        self._start_etcd()
+        self.restart_api_server()
+
     def _start(self) -> None:
         self._pki = Pki(self._root / "pki")
         self.ca = self._pki.ca
         self.server = f"https://127.0.0.1:{free_port()}"
         self.kubeconfig = self.user_kubeconfig("admin", ["system:masters"])
-        self.etcd_url = self._start_etcd()
+        self.etcd_url, self._etcd_peer_url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        self._etcd_data = self._root / "etcd"
+        self._start_etcd()
         self._start_api_server()
         if self._controllers:
             self._start_controllers()
@@ -146,13 +164,18 @@ class ControlPlane:
         self.children.append(child)
         return child
 
-    def _start_etcd(self) -> str:
-        client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
-        etcd = self._child(
+    def _stop_etcd(self) -> None:
+        self.stop_api_server()
+        self._etcd.stop()
+        self.children.remove(self._etcd)
+
+    def _start_etcd(self) -> None:
+        client, peer = self.etcd_url, self._etcd_peer_url
+        self._etcd = self._child(
             "etcd",
             [
                 "--name=devcluster",
-                f"--data-dir={self._root / 'etcd'}",
+                f"--data-dir={self._etcd_data}",
                 f"--listen-client-urls={client}",
                 f"--advertise-client-urls={client}",
                 f"--listen-peer-urls={peer}",
@@ -162,8 +185,9 @@ class ControlPlane:
             ],
         )
         # An API server that finds no etcd backs off for whole seconds.
-        etcd.wait_until(lambda: _answers_ok(f"{client}/health"), timeout_seconds=START_SECONDS)
-        return client
+        self._etcd.wait_until(
+            lambda: _answers_ok(f"{client}/health"), timeout_seconds=START_SECONDS
+        )
 
     def _start_api_server(self) -> None:
         self._api_server = self._child("kube-apiserver", self._api_server_arguments())

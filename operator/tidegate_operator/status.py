@@ -194,6 +194,16 @@ class StatusWriter:
             self._queue.put(replace(pending, due=due, failures=pending.failures + 1))
 
 
+def listed_status(raw: Json) -> Json:
+    """Return the status of an object as the API server lists it.
+
+    One that is about a generation which the object hasn't reached says nothing: a backup was
+    restored between the change and its status.
+    """
+    status: Json = raw.get("status") or {}
+    return {} if _generation(status) > raw["metadata"].get("generation", 0) else status
+
+
 def _own(status: Json) -> Json:
     conditions = [c for c in status.get("conditions", ()) if c.get("type") in _OWN_CONDITIONS]
     return status | {"conditions": conditions} if "conditions" in status else status

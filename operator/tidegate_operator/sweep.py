@@ -13,7 +13,7 @@ import aiohttp
 
 from tidegate_operator.kube import CUSTOM, SECRETS, WATCHED, ApiError, KubeApi, Watched
 from tidegate_operator.reconciler import Reconciler
-from tidegate_operator.status import StatusWriter
+from tidegate_operator.status import StatusWriter, listed_status
 from tidegate_operator.watch_cache import WatchCache
 
 _LOG = logging.getLogger(__name__)
@@ -144,8 +144,7 @@ class Sweeper:
         is_foreign = False
         if watched in CUSTOM:
             for raw in listed:
-                status = raw.get("status") or {}
-                is_foreign |= self._writer.observe(raw["metadata"]["uid"], status)
+                is_foreign |= self._writer.observe(raw["metadata"]["uid"], listed_status(raw))
             present = {raw["metadata"]["uid"] for raw in listed}
             for uid in before - present:
                 self._writer.forget(uid)

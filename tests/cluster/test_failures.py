@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tidegate_devcluster.assets import Assets
+from tidegate_policies.envelope import Envelope
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.cluster import eventually
 from tidegate_testing.fleet import NAMESPACE, Fleet
 from tidegate_testing.members import Member
@@ -128,6 +131,43 @@ def test_changes_behind_a_point_that_etcd_has_forgotten_take_effect(
     settled(fleet)
     assert f"{NAMESPACE}/acme" in fleet.stored_policy()
     assert f"{NAMESPACE}/goes" not in fleet.stored_policy()
+
+
+def test_a_restored_backup_of_etcd_is_put_in_force_as_newer_revisions_and_so_are_later_changes(
+    fleet: Fleet, operator: Member, tmp_path: Path
+) -> None:
+    apply(fleet.kubectl, NAMESPACE, a_policy("restored", weight=9))
+    wait_for_conditions(fleet.kubectl, "tp", "restored", NAMESPACE, Ready="Ready")
+    settled(fleet)
+    version = fleet.get("tp", "acme")["metadata"]["resourceVersion"]
+    backed_up = stored_weights(fleet)
+    fleet.control_plane.back_up(tmp_path / "backup")
+    fleet.kubectl("delete", "tp", "restored", "-n", NAMESPACE, check=True)
+    apply(fleet.kubectl, NAMESPACE, a_policy("forgotten"))
+    wait_for_conditions(fleet.kubectl, "tp", "forgotten", NAMESPACE, Ready="Ready")
+    change(fleet, weight=20)
+    later = {"acme": 20, "forgotten": 100}
+    eventually(lambda: stored_weights(fleet) == later, "what the backup will undo")
+    newest, starts = settled(fleet), operator.starts
+
+    fleet.control_plane.restore(tmp_path / "backup")
+    assert fleet.get("tp", "acme")["metadata"]["resourceVersion"] == version
+    eventually(lambda: stored_weights(fleet) == backed_up, "the policy of then")
+    restored = settled(fleet)
+    assert restored > newest
+
+    change(fleet, weight=21)
+    assert settled(fleet) == restored + 1
+    fleet.kubectl("delete", "tp", "restored", "-n", NAMESPACE, check=True)
+    eventually(lambda: stored_weights(fleet) == {"acme": 21}, "the deletion")
+    assert settled(fleet) == restored + 2
+    assert operator.starts == starts
+
+
+def stored_weights(fleet: Fleet) -> dict[str, int]:
+    """Return the weights in Redis by policy."""
+    rules = PolicySnapshot.from_text(Envelope.from_json(fleet.stored_policy()).body).tenant_rules
+    return {key.removeprefix(f"{NAMESPACE}/"): rule.weight for key, rule in rules.items()}
 
 
 @pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "flushed"])

@@ -139,6 +139,23 @@ def test_sweeps_write_nothing_at_rest_even_beside_the_condition_of_somebody_else
     assert engines[0].revision == engines[1].revision
 
 
+@pytest.mark.usefixtures("engines")
+def test_a_sweep_puts_right_what_is_said_of_a_generation_that_a_restored_backup_undid(
+    kubectl: Kubectl, namespace: str, setup: OperatorSetup
+) -> None:
+    with running_operator(replace(setup, sweep_seconds=1.0)):
+        apply(kubectl, namespace, a_policy("one"))
+        said = wait_for_conditions(kubectl, "tp", "one", namespace, Ready="Ready")["status"]
+        places = ["", *(f"/conditions/{n}" for n in range(len(said["conditions"])))]
+        undone = [
+            {"op": "replace", "path": f"/status{place}/observedGeneration", "value": 2}
+            for place in places
+        ]
+        change_status(kubectl, "tp", "one", namespace, *undone)
+        healed = wait_for_conditions(kubectl, "tp", "one", namespace, Ready="Ready")
+        assert healed["status"]["observedGeneration"] == 1
+
+
 def test_operator_ends_in_peace_when_told_to(
     kubectl: Kubectl, namespace: str, setup: OperatorSetup
 ) -> None:

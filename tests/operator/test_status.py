@@ -9,7 +9,7 @@ from tidegate_operator.kube import ApiError
 from tidegate_operator.metrics import Metrics
 from tidegate_operator.planner import StatusUpdate
 from tidegate_operator.resources import Resource, TenantPolicy
-from tidegate_operator.status import HOLD_SECONDS, StatusWriter
+from tidegate_operator.status import HOLD_SECONDS, StatusWriter, listed_status
 from tidegate_operator.verdicts import Json
 
 
@@ -203,6 +203,20 @@ async def test_change_by_somebody_else_is_noticed_by_a_sweep() -> None:
     assert not writer.observe("uid-a", an_update(value=1).status)
     assert writer.observe("uid-a", {})
     assert writer.known("uid-a") == {}
+
+
+async def test_status_about_a_generation_that_a_restored_backup_undid_is_replaced() -> None:
+    api = RecordingApi()
+    writer = a_writer(api)
+    undone = an_update(generation=2).status
+    writer.observe("uid-a", listed_status({"metadata": {"generation": 2}, "status": undone}))
+    assert writer.known("uid-a") == undone
+    restored = listed_status({"metadata": {"generation": 1}, "status": undone})
+    assert writer.observe("uid-a", restored)
+    async with running(writer):
+        writer.submit(an_update(generation=1))
+        await api.wait_for(1)
+    assert api.writes == [("a", an_update(generation=1).status)]
 
 
 async def test_condition_of_somebody_else_is_no_change() -> None:
