@@ -4,6 +4,9 @@ from tidegate_operator.lull import Lull
 
 QUIET_SECONDS = 0.02
 
+HANG_SECONDS = 5.0
+"""A wait that lasts this long would last for ever."""
+
 
 def a_lull(longest_seconds: float) -> Lull:
     return Lull(quiet_seconds=QUIET_SECONDS, longest_seconds=lambda: longest_seconds)
@@ -26,7 +29,7 @@ async def test_work_waits_for_what_happens_and_the_lull_after_it() -> None:
         last = clock()
         await asyncio.sleep(QUIET_SECONDS / 4)
 
-    await waiting
+    await asyncio.wait_for(waiting, HANG_SECONDS)
 
     assert last + QUIET_SECONDS <= clock() < began + 60.0
 
@@ -36,7 +39,7 @@ async def test_work_waits_no_longer_than_is_bearable() -> None:
     disturbing = asyncio.create_task(disturb_for_ever(lull))
     began = clock()
 
-    await lull.wait()
+    await asyncio.wait_for(lull.wait(), HANG_SECONDS)
 
     assert clock() >= began + 0.1
     assert not disturbing.done()
@@ -53,14 +56,14 @@ async def test_what_is_bearable_may_change_meanwhile() -> None:
 
     longest = 0.0
 
-    await waiting
+    await asyncio.wait_for(waiting, HANG_SECONDS)
     disturbing.cancel()
 
 
 async def test_what_was_waited_for_counts_once() -> None:
     lull = a_lull(60.0)
     lull.disturb()
-    await lull.wait()
+    await asyncio.wait_for(lull.wait(), HANG_SECONDS)
 
     waiting = asyncio.create_task(lull.wait())
     await asyncio.sleep(QUIET_SECONDS * 2)
