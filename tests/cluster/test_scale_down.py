@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,10 +25,16 @@ STREAM_TOKENS = 120
 STEP_SECONDS = 0.1
 """A stream takes at least 12 s: far longer than the operator needs to notice anything."""
 
+LONG_STREAM_TOKENS = 600
+"""Such a stream takes at least 60 s."""
+
 KV_BLOCKS = 64
 """A stream grows to 8 of them."""
 
-GRACE_SECONDS = 20
+KV_BLOCKS_OF_LONG_STREAMS = NUM_STREAMS * 40
+"""Whichever engine they meet in, each has room."""
+
+GRACE_SECONDS = 90
 SCRATCH = "/var/run/tidegate/scratch"
 
 
@@ -59,7 +66,12 @@ PLURALS = ("enginepools", "preemptionpolicies", "prioritytiers", "servicelevels"
 
 
 def engines(
-    cluster: RunningCluster, setup: OperatorSetup, namespace: str, **spec: object
+    cluster: RunningCluster,
+    setup: OperatorSetup,
+    namespace: str,
+    *,
+    kv_blocks: int = KV_BLOCKS,
+    **spec: object,
 ) -> list[dict[str, Any]]:
     """A pool that anybody may use, its Deployment and its Service; `spec` is the pool's."""
     variables = {
@@ -69,7 +81,7 @@ def engines(
         "TIDEGATE_EXECUTOR": "simulated",
         "TIDEGATE_SIMULATED_STEP_SECONDS": str(STEP_SECONDS),
         "TIDEGATE_STATE_DIR": f"{SCRATCH}/state",
-        "TIDEGATE_KV_BLOCKS": str(KV_BLOCKS),
+        "TIDEGATE_KV_BLOCKS": str(kv_blocks),
         "TIDEGATE_DRAIN_SECONDS": str(GRACE_SECONDS),
     }
     container = {
@@ -129,9 +141,9 @@ class Service:
     def __init__(self, address: str) -> None:
         self._url = f"http://{address}/v1/completions"
 
-    def stream(self, begun: threading.Semaphore) -> list[str]:
+    def stream(self, begun: threading.Semaphore, *, tokens: int = STREAM_TOKENS) -> list[str]:
         """Read a stream to its end; returns its events."""
-        body = {"model": "simulated", "prompt": "tides", "max_tokens": STREAM_TOKENS}
+        body = {"model": "simulated", "prompt": "tides", "max_tokens": tokens}
         events = []
         with httpx.stream("POST", self._url, json=body | {"stream": True}, timeout=60) as answer:
             assert answer.status_code == 200
@@ -154,11 +166,13 @@ def is_whole(events: list[str]) -> bool:
     return events[-1:] == ["[DONE]"] and finish == "length"
 
 
-def test_scaling_from_three_to_one_breaks_no_stream_and_fails_no_request(
+def test_scaling_from_three_to_one_breaks_no_stream_of_a_minute_and_fails_no_request(
     full_cluster: RunningCluster, cluster_namespace: str, operator_setup: OperatorSetup
 ) -> None:
     kubectl, namespace = full_cluster.cluster.kubectl, cluster_namespace
-    apply(kubectl, namespace, *engines(full_cluster, operator_setup, namespace, replicas=3))
+    kv_blocks = KV_BLOCKS_OF_LONG_STREAMS
+    pool = engines(full_cluster, operator_setup, namespace, kv_blocks=kv_blocks, replicas=3)
+    apply(kubectl, namespace, *pool)
 
     def get(what: str, path: str) -> str:
         shown = kubectl("get", what, "-n", namespace, "-o", f"jsonpath={{{path}}}", check=True)
@@ -170,7 +184,11 @@ def test_scaling_from_three_to_one_breaks_no_stream_and_fails_no_request(
     service = Service(full_cluster.address(namespace, "engines"))
     begun, statuses = threading.Semaphore(0), []
     with ThreadPoolExecutor(NUM_STREAMS) as readers:
-        streams = [readers.submit(service.stream, begun) for _ in range(NUM_STREAMS)]
+        began = time.monotonic()
+        streams = [
+            readers.submit(service.stream, begun, tokens=LONG_STREAM_TOKENS)
+            for _ in range(NUM_STREAMS)
+        ]
         for _ in streams:
             assert begun.acquire(timeout=30)
         kubectl("scale", "epool/chat", "--replicas=1", "-n", namespace, check=True)
@@ -180,6 +198,7 @@ def test_scaling_from_three_to_one_breaks_no_stream_and_fails_no_request(
         while not all(stream.done() for stream in streams):
             statuses.append(service.ask())
         whole = [is_whole(stream.result()) for stream in streams]
+    assert time.monotonic() - began > LONG_STREAM_TOKENS * STEP_SECONDS
     assert whole == [True] * NUM_STREAMS
     assert set(statuses) == {200}
     eventually(lambda: get("pod", ".items[*].metadata.name").count("engines-") == 1, "one pod")
