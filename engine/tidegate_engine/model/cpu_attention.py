@@ -75,7 +75,7 @@ class AttentionShape(NamedTuple):
         """Memory that one thread needs for `attend`."""
         shared = self.num_heads // self.num_kv_heads
         state = shared * (LANES + 1 + self.head_size)
-        return self.num_kv_heads * TILE_TOKENS * state + shared * LANES
+        return TILE_TOKENS * (self.num_kv_heads * state + shared * LANES)
 
 
 def _at(builder: Builder, base: Value, floats: int) -> Value:
@@ -89,12 +89,13 @@ class _Block:
     score so far, then for each the weighted sum of values [D].
     """
 
-    def __init__(self, builder: Builder, *, head_size: int, num_shared: int, stride: int) -> None:
+    def __init__(self, builder: Builder, head_size: Any, num_shared: Any, stride: Any) -> None:
+        """Prepare; the sizes are Numba's types of literals."""
         self._builder = builder
-        self._num_shared = num_shared
-        self._head_size = head_size
-        self._chunks = range(0, head_size, LANES)
-        self._stride = stride
+        self._num_shared: int = num_shared.literal_value
+        self._head_size: int = head_size.literal_value
+        self._chunks = range(0, self._head_size, LANES)
+        self._stride: int = stride.literal_value
 
     def score(self, query: Value, keys: Value, scores: Value) -> None:
         """Products of queries [G, D] with 16 keys, to `scores` [G, 16]."""
@@ -203,32 +204,61 @@ class _Block:
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def _attend_positions(  # noqa: PLR0913, PLR0917 - an argument each is what Numba can compile
+def _score(  # noqa: PLR0917 - an argument each is what Numba can compile
     _context: Any,
     query: Any,
     keys: Any,
-    values: Any,
-    state: Any,
     scores: Any,
+    head_size: Any,
+    num_shared: Any,
+    stride: Any,
+) -> Any:
+    """Products of a query's heads with 16 keys."""
+    signature = types.void(query, keys, scores, head_size, num_shared, stride)
+
+    def generate(context: Any, builder: Builder, _: Any, arguments: Any) -> Value:
+        _Block(builder, head_size, num_shared, stride).score(*arguments[:3])
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _weigh(  # noqa: PLR0917 - an argument each is what Numba can compile
+    _context: Any,
+    scores: Any,
+    state: Any,
     limit: Any,
     head_size: Any,
     num_shared: Any,
     stride: Any,
 ) -> Any:
-    """Take the first `limit` of 16 positions into the state of a query."""
-    signature = types.void(query, keys, values, state, scores, limit, head_size, num_shared, stride)
+    """Turn scores into weights, in place, and rescale the state of a query."""
+    signature = types.void(scores, state, limit, head_size, num_shared, stride)
 
     def generate(context: Any, builder: Builder, _: Any, arguments: Any) -> Value:
-        at_query, at_keys, at_values, at_state, at_scores, count = arguments[:6]
-        block = _Block(
-            builder,
-            head_size=head_size.literal_value,
-            num_shared=num_shared.literal_value,
-            stride=stride.literal_value,
-        )
-        block.score(at_query, at_keys, at_scores)
-        block.weigh(at_scores, at_state, count)
-        block.add_values(at_scores, at_values, at_state, count)
+        _Block(builder, head_size, num_shared, stride).weigh(*arguments[:3])
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _add_values(  # noqa: PLR0917 - an argument each is what Numba can compile
+    _context: Any,
+    weights: Any,
+    values: Any,
+    state: Any,
+    limit: Any,
+    head_size: Any,
+    num_shared: Any,
+    stride: Any,
+) -> Any:
+    """Add the first `limit` of 16 values, weighted, to the state of a query."""
+    signature = types.void(weights, values, state, limit, head_size, num_shared, stride)
+
+    def generate(context: Any, builder: Builder, _: Any, arguments: Any) -> Value:
+        _Block(builder, head_size, num_shared, stride).add_values(*arguments[:4])
         return context.get_dummy_value()
 
     return signature, generate
@@ -249,6 +279,7 @@ def attend_kernel(shape: AttentionShape) -> Callable[[Any], None]:
     table_step = 2 * num_layers * block_bytes
     sum_floats = LANES * num_shared
     state_floats = sum_floats + num_shared + query_bytes // 4
+    state_bytes, scores_bytes = 4 * state_floats, 4 * sum_floats
     scratch_bytes = 4 * shape.scratch_floats
     scores_at = 4 * num_kv_heads * TILE_TOKENS * state_floats
     lowest, zero, one = float32(_LOWEST), float32(0.0), float32(1.0)
@@ -268,7 +299,7 @@ def attend_kernel(shape: AttentionShape) -> Callable[[Any], None]:
             position, table = load_long(tile + 16), load_long(tile + 24)
             first_head = (task % parts) * num_task_heads
             for i in range(num_task_heads * count):
-                state = states + i * (4 * state_floats)
+                state = states + i * state_bytes
                 for at in range(0, sum_floats, LANES):
                     store(state + 4 * at, splat(zero))
                 for g in range(num_shared):
@@ -287,24 +318,27 @@ def attend_kernel(shape: AttentionShape) -> Callable[[Any], None]:
                         for at in range(head * (4 * size), (head + 1) * (4 * size), 4 * LANES):
                             prefetch(following + key + at)
                             prefetch(following + block_bytes + key + at)
-                    for i in range(count):
+                    # Stage by stage for all tokens: within one of them each stage waits for the
+                    # one before, and the core would have nothing else to do meanwhile.
+                    begin = max(0, first - position)
+                    keys = block + head * (4 * size)
+                    values = keys + block_bytes
+                    state = states + head * count * state_bytes
+                    row = token * num_kv_heads + first_head + head
+                    for i in range(begin, count):
+                        query = queries + (row + i * num_kv_heads) * query_bytes
+                        _score(query, keys, scores + i * scores_bytes, size, num_shared, stride)
+                    for i in range(begin, count):
                         limit = min(LANES, position + i + 1 - first)
-                        if limit > 0:
-                            row = (token + i) * num_kv_heads + first_head + head
-                            _attend_positions(
-                                queries + row * query_bytes,
-                                block + head * (4 * size),
-                                block + block_bytes + head * (4 * size),
-                                states + (head * count + i) * (4 * state_floats),
-                                scores,
-                                limit,
-                                size,
-                                num_shared,
-                                stride,
-                            )
+                        own = scores + i * scores_bytes
+                        _weigh(own, state + i * state_bytes, limit, size, num_shared, stride)
+                    for i in range(begin, count):
+                        limit = min(LANES, position + i + 1 - first)
+                        own, sums = scores + i * scores_bytes, state + i * state_bytes
+                        _add_values(own, values, sums, limit, size, num_shared, stride)
             for head in range(num_task_heads):
                 for i in range(count):
-                    state = states + (head * count + i) * (4 * state_floats)
+                    state = states + (head * count + i) * state_bytes
                     sums = state + 4 * (sum_floats + num_shared)
                     row = (token + i) * num_kv_heads + first_head + head
                     for g in range(num_shared):
