@@ -28,7 +28,7 @@ _FILES = {
     "kv_copies.py": "copies of KV blocks",
 }
 _WORDS = {
-    "linear layers": (".compute(", "linear("),
+    "linear layers": (".compute(", "linear(", "multiply_into("),
     "attention": ("attention", "attend", "scaled_dot_product"),
     "norms, rotary, activations": ("norm", "rotat", "gate", "silu", "quantis"),
     "sampling": ("sample(",),

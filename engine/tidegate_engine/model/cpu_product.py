@@ -9,7 +9,7 @@ be told in fewer bits (`model.codes`) lie there as such, and a panel is written 
 the core's cache before it is multiplied: with the same numbers, to the last bit.
 """
 
-# ruff: noqa: ANN401, PLR0915
+# ruff: noqa: ANN401, C901, PLR0915
 # Numba's and LLVM's values have no types in Python, and a kernel is one function: loops in loops.
 
 from collections.abc import Callable
@@ -53,8 +53,11 @@ _MOST_TASK_ROWS = 264
 _TASKS_PER_THREAD = 4
 _PANEL_BYTES = 4 * PANEL
 _HALF_BYTES = 4 * LANES
-# How far ahead of their use weights are asked for. Memory answers within about that time.
-_PREFETCH_BYTES = 8192
+# How far ahead of their use weights are asked for. Memory answers within about that time; a byte of
+# codes is worked on for longer.
+_FLOATS_AHEAD_BYTES = 8192
+_CODES_AHEAD_BYTES = 3072
+_LINE_BYTES = 64
 
 _FLOAT_BITS = 32
 # How many inputs of a panel are written out before they are multiplied: those of 24 KiB stay in the
@@ -172,7 +175,8 @@ def product_kernel(size: int, bits: int) -> Callable[[Any], None]:
     code_bytes = PANEL * bits // 8
     group_bytes = 2 * _PANEL_BYTES + GROUP * code_bytes
     panel_bytes = size * _PANEL_BYTES if has_floats else size // GROUP * group_bytes
-    part_inputs = size if has_floats else _DESK_INPUTS
+    # What lies behind a desk is another thread's: asking for it would take it from its cache.
+    part_inputs, ahead = (size, _FLOATS_AHEAD_BYTES) if has_floats else (_DESK_INPUTS, 0)
 
     def product(arguments: Any) -> None:
         num_tasks, num_rows = arguments[2], arguments[3]
@@ -200,9 +204,10 @@ def product_kernel(size: int, bits: int) -> Callable[[Any], None]:
                         offset = load(group + _PANEL_BYTES)
                         more_offset = load(group + _PANEL_BYTES + _HALF_BYTES)
                         codes = group + 2 * _PANEL_BYTES
+                        for at in range(group, group + group_bytes, _LINE_BYTES):
+                            prefetch(at + _CODES_AHEAD_BYTES)
                         group += group_bytes
                         for at in range(codes, group, PANEL):
-                            prefetch(at + _PREFETCH_BYTES)
                             if has_bytes:
                                 left, right = load_bytes(at), load_bytes(at + LANES)
                                 store(place, fma(scale, left, offset))
@@ -226,13 +231,14 @@ def product_kernel(size: int, bits: int) -> Callable[[Any], None]:
                         start,
                         count,
                         size,
+                        ahead,
                     )
 
     return product
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def _multiply_tile(  # noqa: PLR0917 - an argument each is what Numba can compile
+def _multiply_tile(  # noqa: PLR0913, PLR0917 - an argument each is what Numba can compile
     _context: Any,
     count: Any,
     rows: Any,
@@ -242,19 +248,23 @@ def _multiply_tile(  # noqa: PLR0917 - an argument each is what Numba can compil
     start: Any,
     inputs: Any,
     size: Any,
+    ahead: Any,
 ) -> Any:
-    """Multiply 1 to 12 rows with inputs of a panel; from the second part on add to the output."""
-    signature = types.void(count, rows, panel, output, step, start, inputs, size)
+    """Multiply 1 to 12 rows with inputs of a panel; from the second part on add to the output.
+
+    The weights so many bytes `ahead` are asked for; 0 = none are.
+    """
+    signature = types.void(count, rows, panel, output, step, start, inputs, size, ahead)
 
     def generate(context: Any, builder: Builder, _: Any, arguments: Any) -> Value:
-        num_rows, *values, _size = arguments
+        num_rows, *values, _size, _ahead = arguments
         end = builder.append_basic_block("tile.end")
         choice = builder.switch(num_rows, end)
         for case in range(1, _TILE_ROWS + 1):
             block = builder.append_basic_block(f"rows{case}")
             choice.add_case(ir.Constant(_LONG, case), block)
             builder.position_at_end(block)
-            _build_tile(builder, values, case, size.literal_value)
+            _build_tile(builder, values, case, size=size.literal_value, ahead=ahead.literal_value)
             builder.branch(end)
         builder.position_at_end(end)
         return context.get_dummy_value()
@@ -262,7 +272,9 @@ def _multiply_tile(  # noqa: PLR0917 - an argument each is what Numba can compil
     return signature, generate
 
 
-def _build_tile(builder: Builder, values: list[Value], num_rows: int, size: int) -> None:
+def _build_tile(
+    builder: Builder, values: list[Value], num_rows: int, *, size: int, ahead: int
+) -> None:
     """Multiply so many rows; of the rows, the panel, the output, from its rows to the next, ..."""
     rows, panel, output, step, start, num_inputs = values
     zero = ir.Constant(ir.VectorType(_FLOAT, LANES), [0.0] * LANES)
@@ -287,8 +299,8 @@ def _build_tile(builder: Builder, values: list[Value], num_rows: int, size: int)
     weights_at = builder.add(panel, builder.mul(index, _number(_PANEL_BYTES)))
     halves = [builder.add(weights_at, _number(4 * LANES * half)) for half in range(2)]
     weights = [build_load(builder, half) for half in halves]
-    for half in halves:
-        build_prefetch(builder, builder.add(half, _number(_PREFETCH_BYTES)))
+    for half in halves if ahead else []:
+        build_prefetch(builder, builder.add(half, _number(ahead)))
     column = builder.add(rows, builder.mul(index, _number(4)))
     after = []
     for row, sums in enumerate(before):
