@@ -1,3 +1,4 @@
+import dataclasses
 import sys
 from types import FrameType
 
@@ -8,7 +9,7 @@ from tidegate_engine.core.plan import StepPlan
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
 from tidegate_engine.model.llama import Llama
-from tidegate_testing.models import plan_row, tiny_model
+from tidegate_testing.models import TINY, plan_row, tiny_model
 
 
 def test_a_step_spends_its_time_on_what_models_are_made_of() -> None:
@@ -26,6 +27,27 @@ def test_a_step_spends_its_time_on_what_models_are_made_of() -> None:
     assert sum(shares.values()) == pytest.approx(1.0)
     assert {"linear layers", "attention"} <= set(shares)
     assert shares.get(REST, 0.0) < 0.5
+
+
+def test_every_product_with_weights_is_a_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = pytest.importorskip("tidegate_engine.model.cpu_product").PanelLinear
+    multiply_into, parts = product.multiply_into, []
+
+    def watched(*arguments: object) -> None:
+        parts.append(part_of(sys._getframe(1)))
+        multiply_into(*arguments)
+
+    monkeypatch.setattr(product, "multiply_into", watched)
+    config = dataclasses.replace(
+        TINY, hidden_size=64, head_size=32, intermediate_size=96, vocab_size=288
+    )
+    model = tiny_model(config)
+    llama = Llama(config, model.weights)
+    if not llama.has_kernels(16):
+        pytest.skip("no kernels on this processor")
+    executor = TorchExecutor(llama, KvCache.allocate(config, num_blocks=4, block_size=16))
+    executor.execute(StepPlan(step=1, revision=1, rows=(plan_row([1, 2], [0]),)))
+    assert parts == ["linear layers"] * (4 * config.num_layers + 1)
 
 
 def test_what_the_engine_does_not_do_is_all_else() -> None:
