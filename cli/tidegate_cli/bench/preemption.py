@@ -88,12 +88,13 @@ def run_preemption(
 def _told(result: BenchResult) -> str:
     series = result.series
     (out,), (back,) = series["swap_out_gb_per_s"], series["swap_in_gb_per_s"]
-    (memcpy,) = series["memcpy_gb_per_s"]
+    (memcpy,), (busy,) = series["memcpy_gb_per_s"], series["busy_memcpy_gb_per_s"]
     (swap,), (recompute,) = series["resume_swap_ms"], series["resume_recompute_ms"]
     (compared,), (tokens,) = series["compared_tokens"], series["output_tokens"]
     return (
         f"{result.settings['model']}, float32, {result.settings['threads']} thread(s):"
-        f" {out:.1f} GB/s out and {back:.1f} in, memcpy {memcpy:.1f};"
+        f" {out:.1f} GB/s out and {back:.1f} in, memcpy {memcpy:.1f}"
+        f" (on a core that was busy {busy:.1f});"
         f" {result.settings['context_tokens']} tokens and the next one in {swap:.0f} ms by swap,"
         f" {recompute:.0f} ms by recompute; {compared:.0f} of {tokens:.0f} output tokens compared,"
         " the others follow a choice that rounding decides"
