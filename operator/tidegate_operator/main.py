@@ -1,7 +1,6 @@
 """Puts the operator together and runs it until it is told to stop."""
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -28,6 +27,7 @@ from tidegate_operator.external_metrics import (
     PoolSignals,
     serving_external_metrics,
 )
+from tidegate_operator.garbage import spare_garbage_collection
 from tidegate_operator.handlers import build_registry, build_settings
 from tidegate_operator.health import Health, serving_health
 from tidegate_operator.keys import SigningKeyError, load_signing_key, signer
@@ -48,9 +48,6 @@ _LOG = logging.getLogger(__name__)
 
 REDIS_TIMEOUT_SECONDS = 2.0
 REDIS_HEALTH_CHECK_SECONDS = 5
-
-GC_THRESHOLDS = 50_000, 20, 20
-"""Allocations between two looks at the young objects, and how many of those make an older look."""
 
 STALE_SWEEPS = 5
 """The watch counts as stale when nothing was listed or told of for so many sweeps."""
@@ -134,7 +131,7 @@ class Operator:
         """
         health.is_alive = self._is_watching
         await self._sweeper.first()
-        _spare_garbage_collection()
+        spare_garbage_collection()
         health.is_ready = True
         _LOG.info("all objects are listed; serving %s", self._settings.namespaces or "all")
         tasks = [asyncio.create_task(part, name=name) for name, part in self._parts().items()]
@@ -199,17 +196,6 @@ class Operator:
 
     def _watch_age_seconds(self) -> float:
         return time.monotonic() - max(self._seen_at, self._sweeper.listed_at)
-
-
-def _spare_garbage_collection() -> None:
-    """Leave what is known of the cluster alone, and look for cycles less often.
-
-    Thousands of objects live long, and hold no cycles; walking over all of them amid a compile
-    would take several times as long as the compile.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
 
 
 async def run_operator(settings: Settings, sign: Sign) -> None:

@@ -23,6 +23,7 @@ from tidegate_cli.errors import NotReadyError
 from tidegate_cli.guard import guarded
 from tidegate_cli.percentiles import percentile
 from tidegate_operator.compiler import compile_pool
+from tidegate_operator.garbage import spare_garbage_collection
 
 _CHANGE_SECONDS = 60.0
 _STATUSES_PER_SECOND = 10.0
@@ -219,6 +220,7 @@ class PropagationBench:
         """Compile what the API server holds, here, as an operator does that has just started."""
         view = await self._lab.objects.view()
         (pool,) = view.pools.values()
+        spare_garbage_collection()
         times = []
         for _ in range(_COMPILES):
             began = time.perf_counter()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tidegate_engine.core.plan import BlockCopy, SwapCopy
 from tidegate_engine.executor.kv_cache import KvCache
+from tidegate_engine.model.llama import CopyBlocks
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -38,14 +39,20 @@ class KvCopies:
     object or when the process ends, after what was begun.
     """
 
-    def __init__(self, cache: KvCache) -> None:
+    def __init__(self, cache: KvCache, copy_blocks: CopyBlocks = np.copyto) -> None:
+        """Nothing is on its way yet.
+
+        Args:
+            cache: Whose blocks are moved.
+            copy_blocks: Copies them on a CPU.
+        """
         self._cache = cache
         device = cache.pool.device
         if device.type == "cuda":
             self._outward: _Lane = _StreamLane(device)
             self._inward: _Lane = _StreamLane(device)
         else:
-            self._outward = self._inward = _ThreadLane()
+            self._outward = self._inward = _ThreadLane(copy_blocks)
         self._flights: list[_Flight] = []
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -137,24 +144,25 @@ def _pieces(cache: KvCache, swap: SwapCopy) -> Iterator[tuple[Tensor, Tensor]]:
 class _ThreadLane:
     """A thread that copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, copy_blocks: CopyBlocks) -> None:
+        self._copy_blocks = copy_blocks
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-copies")
 
     def begin(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> "Future[None]":
-        # By NumPy, whose copy is a memcpy that holds no lock. PyTorch would divide it among as
-        # many threads as a step has, and these would be further ones that want the same cores.
+        # Not by PyTorch, which would divide it among as many threads as a step has; these would be
+        # further ones that want the same cores.
         arrays = [(_as_bytes(target), _as_bytes(source)) for target, source in pieces]
-        return self._thread.submit(_copy, arrays)
+        return self._thread.submit(_copy, arrays, self._copy_blocks)
 
 
 def _as_bytes(blocks: Tensor) -> _Bytes:
-    array: _Bytes = blocks.view(torch.uint8).numpy()  # NumPy doesn't know bfloat16
+    array: _Bytes = blocks.view(torch.uint8).numpy().reshape(-1)  # NumPy doesn't know bfloat16
     return array
 
 
-def _copy(pieces: Sequence[tuple[_Bytes, _Bytes]]) -> None:
+def _copy(pieces: Sequence[tuple[_Bytes, _Bytes]], copy_blocks: CopyBlocks) -> None:
     for target, source in pieces:
-        np.copyto(target, source)
+        copy_blocks(target, source)
 
 
 # -- CUDA ------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class TorchExecutor:
     def __init__(self, model: Llama, kv_cache: KvCache) -> None:
         self._model = model
         self._kv_cache = kv_cache
-        self._copies = KvCopies(kv_cache)
+        self._copies = KvCopies(kv_cache, model.copy_blocks)
         self._open_swaps = OpenSwaps(self.capacity)
 
     @property

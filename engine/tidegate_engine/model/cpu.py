@@ -14,6 +14,7 @@ from tidegate_engine.model.openmp import Team
 from tidegate_engine.model.rotary import RotaryTable
 
 if TYPE_CHECKING:
+    from tidegate_engine.model.cpu_copy import StreamingCopy
     from tidegate_engine.model.cpu_forward import CpuForward
     from tidegate_engine.model.cpu_kernels import KernelCompiler
     from tidegate_engine.model.cpu_product import Desks
@@ -58,6 +59,12 @@ class CpuBackend:
             self._products[kind] = self._compiler.compile(product_kernel(*kind))
         self._desks = self._desks or Desks()
         return PanelLinear(panels, self._products[kind], self._team, self._desks)
+
+    def new_copy(self) -> "StreamingCopy":
+        """Compile what copies KV blocks."""
+        from tidegate_engine.model.cpu_copy import StreamingCopy, copy_bytes
+
+        return StreamingCopy(self._compiler.compile(copy_bytes), self._compiler)
 
     def new_forward(
         self, layers: Layers[BareLinear], rotary: RotaryTable, block_size: int

@@ -11,13 +11,13 @@ from typing import Any
 import numba
 from numba import types
 
-from tidegate_engine.model import cpu_attention, cpu_product, cpu_rows, simd
+from tidegate_engine.model import cpu_attention, cpu_copy, cpu_product, cpu_rows, simd
 from tidegate_engine.model.config import LlamaConfig
 from tidegate_engine.model.file_lock import locked
 
 _log = logging.getLogger(__name__)
 
-_SOURCES = (cpu_attention, cpu_product, cpu_rows, simd)
+_SOURCES = (cpu_attention, cpu_copy, cpu_product, cpu_rows, simd)
 _SIGNATURE = types.void(types.CPointer(types.int64))
 
 

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from tidegate_engine.model.batch import Batch
@@ -18,6 +20,9 @@ from tidegate_engine.model.linear import DenseLinear, Int8Linear, Quantization
 from tidegate_engine.model.portable import PortableForward
 from tidegate_engine.model.rotary import RotaryTable
 from tidegate_engine.model.weights import LlamaWeights
+
+CopyBlocks = Callable[[npt.NDArray[np.uint8], npt.NDArray[np.uint8]], None]
+"""Copies bytes to an array of the same size, without holding a lock."""
 
 
 class ForwardPass(Protocol):
@@ -43,6 +48,7 @@ class Llama:
     Attributes:
         config: The model's shape.
         weight_bytes: Memory that the weights take as they are laid out.
+        copy_blocks: What copies KV blocks best in a CPU's memory.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class Llama:
         cpu = CpuBackend.find(config, weights.embedding, kernel_cache)
         is_int8 = quantization == "int8"
         self._new_kernels: Callable[[int], ForwardPass | None] = _no_kernels
+        self.copy_blocks: CopyBlocks = np.copyto if cpu is None else cpu.new_copy()
         if cpu is None:
             layers = Layers.pack(weights, Int8Linear if is_int8 else DenseLinear)
             rotary = RotaryTable.of(config, layers.embedding)

@@ -77,11 +77,12 @@ def _define(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]
 
         # Numba wants to see as many parameters as there are arguments.
         typers: tuple[Callable[..., Any], ...] = (
+            lambda _c: (signature, generate),
             lambda _c, _0: (signature, generate),
             lambda _c, _0, _1: (signature, generate),
             lambda _c, _0, _1, _2: (signature, generate),
         )
-        return intrinsic(typers[len(arguments) - 1])
+        return intrinsic(typers[len(arguments)])
 
     return decorate
 
@@ -193,6 +194,23 @@ fma = _define(_vector, _vector, _vector, _vector)(build_fma)
 add = _define(_vector, _vector, _vector)(_build_add)
 larger = _define(_vector, _vector, _vector)(build_max)
 exp = _define(_vector, _vector)(build_exp)
+
+
+@_define(types.void, _address, _vector)
+def stream(builder: Builder, address: Value, vector: Value) -> None:
+    """Write them past the caches, to an address aligned to all 16.
+
+    Others see them once `finish_streams` was called.
+    """
+    pointer = _pointer(builder, address, _FLOATS)
+    written = builder.store(vector, pointer, align=LANES * _FLOAT_BYTES)
+    written.set_metadata("nontemporal", builder.module.add_metadata([_INT(1)]))
+
+
+@_define(types.void)
+def finish_streams(builder: Builder) -> None:
+    """Have all that this thread has streamed come before what it does next."""
+    builder.fence("seq_cst")
 
 
 @_define(_vector, _vector, _vector)

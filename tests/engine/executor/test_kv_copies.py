@@ -1,9 +1,8 @@
 import gc
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,15 +31,16 @@ class HeldCopy(NamedTuple):
 
 @pytest.fixture
 def held_copy(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldCopy]:
-    """Hold every piece of a copy on a CPU until it is released."""
+    """Hold every swap on a CPU until it is released."""
     held = HeldCopy(threading.Event(), threading.Event())
+    copy = kv_copies._copy
 
-    def copyto(target: np.ndarray, source: np.ndarray) -> None:
+    def held_back(*arguments: Any) -> None:
         held.begun.set()
         held.released.wait()
-        target[...] = source
+        copy(*arguments)
 
-    monkeypatch.setattr(np, "copyto", copyto)
+    monkeypatch.setattr(kv_copies, "_copy", held_back)
     yield held
     held.released.set()
 
@@ -176,13 +176,13 @@ def test_a_swap_that_is_ended_touches_its_blocks_no_more_and_passes_no_fence(
 def test_a_swap_that_breaks_off_is_told_each_time_until_it_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def copyto(*_: object) -> None:
+    def break_off(*_: object) -> None:
         raise MemoryError("no page left")
 
     copies = KvCopies(a_cache())
     copies.swap_out(a_swap(1, (1,), (1,)))
     copies.pass_fences(must_wait=True)
-    monkeypatch.setattr(np, "copyto", copyto)
+    monkeypatch.setattr(kv_copies, "_copy", break_off)
     copies.swap_out(a_swap(2))
     for _ in range(2):
         with pytest.raises(KvCopyError, match="swap 2 of request r: MemoryError: no page") as told:

@@ -1,12 +1,12 @@
 import dataclasses
 import threading
 
-import numpy as np
 import pytest
 import torch
 
 from tidegate_engine.core.plan import PlanRow, StepPlan, SwapCopy
 from tidegate_engine.core.sampling import SamplingParams
+from tidegate_engine.executor import kv_copies
 from tidegate_engine.executor.base import Capacity, ExecutorError
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.torch_executor import TorchExecutor
@@ -81,7 +81,7 @@ def test_a_swap_does_not_hold_its_step_up(
     cpu_executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
-    monkeypatch.setattr(np, "copyto", lambda *_: released.wait())
+    monkeypatch.setattr(kv_copies, "_copy", lambda *_: released.wait())
     swaps = (SwapCopy(1, "a", (3,), (5,)), SwapCopy(2, "b", (4,), (6,)))
     row = plan_row(PROMPT, [0, 1, 2])
     step = StepPlan(step=1, revision=1, rows=(row,), num_open_fences=2)
@@ -103,11 +103,11 @@ def test_a_swap_that_broke_off_fails_each_later_step(
 ) -> None:
     released = threading.Event()
 
-    def copyto(*_: object) -> None:
+    def break_off(*_: object) -> None:
         released.wait()
         raise MemoryError("no page left")
 
-    monkeypatch.setattr(np, "copyto", copyto)
+    monkeypatch.setattr(kv_copies, "_copy", break_off)
     row = plan_row(PROMPT, [0, 1, 2])
     step = StepPlan(step=4, revision=1, rows=(row,), num_open_fences=1)
     cpu_executor.execute(dataclasses.replace(step, swap_out=(SwapCopy(1, "a", (3,), (5,)),)))

@@ -9,12 +9,14 @@ from typing import Any
 
 import numba
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tidegate_engine.model import cpu_product, cpu_rows
+from tidegate_engine.model.cpu_copy import StreamingCopy, copy_bytes
 from tidegate_engine.model.cpu_kernels import KernelCompiler
 from tidegate_engine.model.linear import is_exact_in_8_bits
 
@@ -48,6 +50,34 @@ def test_a_gate_of_any_size_is_what_pytorch_says(largest: float) -> None:
     gates = torch.linspace(-largest, largest, 512)[None]
     expected = functional.silu(gates.double()).float()
     assert torch.allclose(gated(gates), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture(scope="module")
+def streaming_copy() -> StreamingCopy:
+    compiler = KernelCompiler(None)
+    return StreamingCopy(compiler.compile(copy_bytes), compiler)
+
+
+@pytest.mark.parametrize("size", [0, 1, 63, 64, 65, 128, 4096, 737_280])
+@pytest.mark.parametrize(("target_at", "source_at"), [(0, 0), (0, 1), (1, 0), (32, 7), (64, 64)])
+def test_a_copy_past_the_caches_writes_its_bytes_and_no_other(
+    streaming_copy: StreamingCopy, size: int, target_at: int, source_at: int
+) -> None:
+    source, target = aligned(size + 64), aligned(size + 128)
+    source[:] = np.random.default_rng(size).integers(0, 256, source.size)
+    expected = target.copy()
+    expected[target_at : target_at + size] = source[source_at : source_at + size]
+
+    streaming_copy(target[target_at : target_at + size], source[source_at : source_at + size])
+
+    assert np.array_equal(target, expected)
+
+
+def aligned(size: int) -> npt.NDArray[np.uint8]:
+    """Return bytes, all 7, that begin at a multiple of 64."""
+    memory = np.full(size + 64, 7, np.uint8)
+    begin = -memory.ctypes.data % 64
+    return memory[begin : begin + size]
 
 
 def test_nobody_else_compiles_into_a_directory_meanwhile(
