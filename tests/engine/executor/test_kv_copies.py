@@ -3,6 +3,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,9 @@ from tidegate_engine.core.plan import BlockCopy, SwapCopy
 from tidegate_engine.executor import kv_copies
 from tidegate_engine.executor.kv_cache import KvCache
 from tidegate_engine.executor.kv_copies import KvCopies, KvCopyError
+from tidegate_engine.model.cpu_copy import StreamingCopy, copy_bytes
+from tidegate_engine.model.cpu_kernels import KernelCompiler
+from tidegate_engine.model.llama import CopyBlocks
 from tidegate_testing.cluster import eventually
 from tidegate_testing.devices import DEVICES
 from tidegate_testing.models import TINY
@@ -22,6 +26,14 @@ EACH_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture(params=["memcpy", "past the caches"])
+def copy_blocks(request: pytest.FixtureRequest) -> CopyBlocks:
+    if request.param == "memcpy":
+        return np.copyto
+    compiler = KernelCompiler(None)
+    return StreamingCopy(compiler.compile(copy_bytes), compiler)
 
 
 class HeldCopy(NamedTuple):
@@ -75,10 +87,10 @@ def copy_threads() -> list[str]:
 
 @EACH_DTYPE
 def test_a_swap_out_writes_its_host_blocks_and_nothing_else(
-    device: str, dtype: torch.dtype
+    device: str, dtype: torch.dtype, copy_blocks: CopyBlocks
 ) -> None:
     cache = a_cache(device, dtype)
-    copies = KvCopies(cache)
+    copies = KvCopies(cache, copy_blocks)
     expected = contents(cache.host_pool)
     for source, target in zip(DEVICE_BLOCKS, HOST_BLOCKS, strict=True):
         expected[target] = source + 1.0
@@ -91,10 +103,10 @@ def test_a_swap_out_writes_its_host_blocks_and_nothing_else(
 
 @EACH_DTYPE
 def test_a_swap_in_writes_its_device_blocks_and_nothing_else(
-    device: str, dtype: torch.dtype
+    device: str, dtype: torch.dtype, copy_blocks: CopyBlocks
 ) -> None:
     cache = a_cache(device, dtype)
-    copies = KvCopies(cache)
+    copies = KvCopies(cache, copy_blocks)
     expected = contents(cache.pool)
     for target, source in zip(DEVICE_BLOCKS, HOST_BLOCKS, strict=True):
         expected[target] = source + 101.0
