@@ -73,8 +73,12 @@ def soak(fleet: Fleet, *, minutes: float, seed: int) -> list[str]:
             failing.set()
             ending.set()
     say(f"failures: {dict(sorted(failures.done.items()))}")
-    say(f"changes: {changes.count:,}; requests: {requests.answered:,} answered, ", end="")
-    say(f"{requests.died:,} died with a killed engine; revision {fleet.stored_revision():,}")
+    say(f"changes: {changes.count:,}; revision {fleet.stored_revision():,}")
+    say(
+        f"requests: {requests.answered:,} answered, {requests.died:,} died with a killed engine, ",
+        end="",
+    )
+    say(f"{requests.late:,} turned away by one that had just left")
     wrong += [*kubelet.problems, *requests.lost, *revisions.went_back]
     return wrong + [line for member in fleet.members for line in crashes(member.name, member.log)]
 

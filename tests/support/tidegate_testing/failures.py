@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from random import Random
+from typing import NamedTuple
 
 from tidegate_testing.cluster import eventually
 from tidegate_testing.fleet import Fleet
@@ -25,16 +26,32 @@ OPERATORS_ENDS = (1, -signal.SIGTERM)
 """It loses its lease in the same moment, or has just been started and leads nothing yet."""
 
 
+class Endpoint(NamedTuple):
+    """An engine that takes requests, and what had happened to it by then.
+
+    Attributes:
+        engine: The engine.
+        deaths: How often it had been killed.
+        left: How often it had been taken from its Service.
+    """
+
+    engine: Member
+    deaths: int
+    left: int
+
+
 class Kubelet:
     """Starts what has ended, and knows which engines may be asked.
 
     Attributes:
         deaths: How often each engine was killed, by name, counted before it happens.
+        left: How often each engine was taken from its Service, by name, before it ended.
         problems: What it found that should not be.
     """
 
     def __init__(self, fleet: Fleet) -> None:
         self.deaths: Counter[str] = Counter()
+        self.left: Counter[str] = Counter()
         self.problems: list[str] = []
         self._fleet = fleet
         self._ready: set[str] = set()
@@ -56,11 +73,14 @@ class Kubelet:
         """Whether the engine takes requests."""
         return engine.name in self._ready
 
-    def ready(self) -> list[tuple[Member, int]]:
-        """Return the engines that take requests, each with its deaths so far."""
+    def ready(self) -> list[Endpoint]:
+        """Return the engines that take requests."""
         with self._lock:
-            engines = [one for one in self._fleet.engines if self.is_ready(one)]
-            return [(one, self.deaths[one.name]) for one in engines]
+            return [
+                Endpoint(one, deaths=self.deaths[one.name], left=self.left[one.name])
+                for one in self._fleet.engines
+                if self.is_ready(one)
+            ]
 
     def kill(self, member: Member) -> None:
         """End a member without warning."""
@@ -79,6 +99,7 @@ class Kubelet:
             self.problems.append(f"{member.name} ended with {code} when it was asked to")
 
     def _take_out(self, member: Member) -> None:
+        self.left[member.name] += 1
         self._leaving.add(member.name)
         self._ready.discard(member.name)
 

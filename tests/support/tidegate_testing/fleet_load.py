@@ -14,7 +14,7 @@ import redis
 
 from tidegate_policies.envelope import Envelope
 from tidegate_policies.snapshot import PolicySnapshot
-from tidegate_testing.failures import Kubelet
+from tidegate_testing.failures import Endpoint, Kubelet
 from tidegate_testing.fleet import NAMESPACE, POOL, Fleet
 from tidegate_testing.operator_process import a_key_secret, a_policy, apply
 
@@ -102,12 +102,15 @@ class Requests:
     Attributes:
         answered: How many were answered whole.
         died: How many had no answer as their engine was killed meanwhile.
+        late: How many were turned away by an engine that had left its Service since they chose it.
+            A Service chooses as it connects, and would have led them elsewhere.
         lost: The others that had none.
     """
 
     def __init__(self, fleet: Fleet, kubelet: Kubelet) -> None:
         self.answered = 0
         self.died = 0
+        self.late = 0
         self.lost: list[str] = []
         self._fleet = fleet
         self._kubelet = kubelet
@@ -118,21 +121,39 @@ class Requests:
         random = Random(seed)
         while not stop.wait(0.01):
             if ready := self._kubelet.ready():
-                engine, deaths = random.choice(ready)
+                chosen = random.choice(ready)
                 tenant, num_tokens = random.choice(TENANTS), random.randint(1, MAX_TOKENS)
-                url, key = self._fleet.engine_url(engine), api_key(tenant)
-                problem = ask(url, key, model="simulated", num_tokens=num_tokens)
-                with self._lock:
-                    if not problem:
-                        self.answered += 1
-                    elif self._kubelet.deaths[engine.name] != deaths:
-                        self.died += 1
-                    else:
-                        self.lost.append(f"{tenant} at {engine.name}: {problem}")
+                self._ask(chosen, tenant, num_tokens)
+
+    def _ask(self, chosen: Endpoint, tenant: str, num_tokens: int) -> None:
+        name = chosen.engine.name
+        url, key = self._fleet.engine_url(chosen.engine), api_key(tenant)
+        turned_away = False
+        try:
+            problem = ask(url, key, model="simulated", num_tokens=num_tokens)
+        except TurnedAwayError as error:
+            problem, turned_away = str(error), True
+        with self._lock:
+            if not problem:
+                self.answered += 1
+            elif self._kubelet.deaths[name] != chosen.deaths:
+                self.died += 1
+            elif turned_away and self._kubelet.left[name] != chosen.left:
+                self.late += 1
+            else:
+                self.lost.append(f"{tenant} at {name}: {problem}")
+
+
+class TurnedAwayError(Exception):
+    """An engine has not taken a request as it ends."""
 
 
 def ask(root: str, key: str, *, model: str, num_tokens: int) -> str:
-    """Read a stream to its end; returns what was wrong with it."""
+    """Read a stream to its end; returns what was wrong with it.
+
+    Raises:
+        TurnedAwayError: Nobody listens, or nobody does for long.
+    """
     body = {
         "model": model,
         "prompt": "tides",
@@ -147,12 +168,17 @@ def ask(root: str, key: str, *, model: str, num_tokens: int) -> str:
             "POST", f"{root}/v1/completions", json=body, headers=headers, timeout=ANSWER_SECONDS
         ) as answer:
             if answer.status_code != httpx.codes.OK:
-                return f"status {answer.status_code}: {answer.read().decode()}"
+                said = f"status {answer.status_code}: {answer.read().decode()}"
+                if answer.json()["error"]["code"] == "engine_draining":
+                    raise TurnedAwayError(said)
+                return said
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
                     event = json.loads(line.removeprefix("data: "))
                     finish = finish_reason(event) or finish
                 last = line or last
+    except httpx.ConnectError as error:
+        raise TurnedAwayError(repr(error)) from error
     except httpx.TransportError as error:
         return repr(error)
     is_whole = (finish, last) == ("length", "data: [DONE]")
