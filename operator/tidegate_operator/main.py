@@ -250,14 +250,19 @@ async def run_operator(settings: Settings, sign: Sign) -> None:
 
 
 def tell_of_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Tell what the event loop met, but for watches that kopf has left open.
+    """Tell what the event loop met, but for what libraries leave behind.
 
     A watcher of kopf that is cancelled while it hands on an event doesn't close its generators. At
     the loop's end asyncio closes them all at once, and the outer complains of finding the inner
     closed; nothing of either runs any more.
+
+    A connection that uvloop is told to give up just as it has opened it, and that the other side
+    closes before the handshake of TLS, leaves an error to which nobody listens.
     """
-    if "asyncgen" in context:
-        _LOG.debug("%s: %s", context["message"], context["exception"])
+    exception = context.get("exception")
+    is_given_up = "future" in context and isinstance(exception, OSError)
+    if "asyncgen" in context or is_given_up:
+        _LOG.debug("%s: %r", context["message"], exception)
     else:
         loop.default_exception_handler(context)
 

@@ -1,10 +1,14 @@
 import asyncio
+import gc
 import logging
+import socket
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
 import kopf
 import pytest
+import uvloop
 from kopf._cogs.aiokits import aiotoggles
 from kopf._cogs.clients import watching
 
@@ -12,6 +16,9 @@ from tidegate_operator.main import tell_of_loop
 
 WATCHERS = 30
 """Each complains in about half of all cases."""
+
+MOMENTS = 6
+"""Turns of the event loop that an opening takes, and one more."""
 
 
 async def leave_watches_open() -> None:
@@ -60,6 +67,41 @@ def test_watches_that_kopf_leaves_open_end_without_a_word(
         asyncio.run(run())
     # Once this is not told any more, kopf closes them, and the handler has no use.
     assert ("generator didn't stop after athrow()" in caplog.text) is is_told
+
+
+async def give_up_connections() -> None:
+    """Give connections up at each moment of their opening, of which one leaves an error."""
+    loop = asyncio.get_running_loop()
+    context = ssl.create_default_context()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for moment in range(MOMENTS):
+            with socket.create_connection(server.getsockname()) as client:
+                server.accept()[0].close()
+                opening = asyncio.ensure_future(
+                    loop.create_connection(
+                        asyncio.Protocol, sock=client, ssl=context, server_hostname="closed.test"
+                    )
+                )
+                for _ in range(moment):
+                    await asyncio.sleep(0)
+                opening.cancel()
+                await asyncio.wait([opening])
+    gc.collect()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_connections_that_are_given_up_leave_no_word(
+    caplog: pytest.LogCaptureFixture, *, is_told: bool
+) -> None:
+    async def run() -> None:
+        if not is_told:
+            asyncio.get_running_loop().set_exception_handler(tell_of_loop)
+        await give_up_connections()
+
+    with caplog.at_level(logging.INFO):
+        uvloop.run(run())
+    # Once this is not told any more, uvloop listens itself, and the handler has no use.
+    assert ("never retrieved" in caplog.text) is is_told
 
 
 async def test_other_complaints_of_the_loop_are_told(caplog: pytest.LogCaptureFixture) -> None:
