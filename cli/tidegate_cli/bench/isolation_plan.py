@@ -87,8 +87,9 @@ def gold_of(scale: Scale, *, load: float) -> Label:
 def beside_rogue(scale: Scale) -> list[Label]:
     """Return tenants that ask for no more than is theirs, and the one that will.
 
-    Nobody is taken out for somebody of the same tier, so that long answers could hold every place
-    in a batch; `maxRunning` is what keeps a tenant from that.
+    Nobody is displaced for somebody of the same tier, so that long answers could hold every place
+    in a batch, and huge prompts all KV: `maxRunning` keeps a tenant from the one, KV of the others'
+    own from the other.
     """
     silver = Label(
         tenant=SILVER,
@@ -96,6 +97,7 @@ def beside_rogue(scale: Scale) -> list[Label]:
         load=0.2,
         ttft_seconds=5.0 * scale.gold_ttft_seconds,
         itl_factor=2.0,
+        nominal_percent=13,
         max_running=scale.max_running,
     )
     return [
