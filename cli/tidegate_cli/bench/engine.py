@@ -65,6 +65,7 @@ class EngineSettings:
         max_batched_tokens: Most tokens in one step.
         poisson_itl_seconds: What the policy promises between two tokens while arrivals are Poisson;
             the engine bounds the prompts in a step by it. At once W has no such target.
+        poisson_partial_prefills: Prompts that may be half read at a time meanwhile.
         max_requests: Of W; the first ones.
         max_output_tokens: Longer outputs of W are cut.
         rate: Poisson arrivals of W, in requests a second.
@@ -85,6 +86,7 @@ class EngineSettings:
     max_num_seqs: int = 64
     max_batched_tokens: int = 512
     poisson_itl_seconds: float = 0.15
+    poisson_partial_prefills: int = 1
     max_requests: int = 64
     max_output_tokens: int = 256
     rate: float = 1.0
@@ -204,7 +206,11 @@ class EngineBench:
         settings = self._settings
         self._tell(f"W as Poisson arrivals, {settings.rate:g} requests/s")
         await engine.obeys(
-            self._tenant.publish(settings.max_num_seqs, itl_seconds=settings.poisson_itl_seconds)
+            self._tenant.publish(
+                settings.max_num_seqs,
+                itl_seconds=settings.poisson_itl_seconds,
+                max_partial_prefills=settings.poisson_partial_prefills,
+            )
         )
         return await client.run(self._writer.write(self._lengths))
 

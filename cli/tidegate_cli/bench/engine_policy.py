@@ -8,7 +8,10 @@ BENCH_TENANT = "bench"
 
 
 def everything_for_one_tenant(
-    max_num_seqs: int, *key_digests: str, itl_seconds: float | None = None
+    max_num_seqs: int,
+    *key_digests: str,
+    itl_seconds: float | None = None,
+    max_partial_prefills: int | None = None,
 ) -> PolicySnapshot:
     """Return the policy, with a bound of its own on the batch.
 
@@ -16,6 +19,7 @@ def everything_for_one_tenant(
         max_num_seqs: Most requests in one step.
         key_digests: SHA-256 (hex) of the tenant's API keys.
         itl_seconds: The tenant's target of the time between two tokens.
+        max_partial_prefills: Prompts that may be half read at a time; None = the engine's own.
     """
     return PolicySnapshot.of(
         POOL,
@@ -31,5 +35,5 @@ def everything_for_one_tenant(
                 service=ServiceRule(itl_seconds=itl_seconds),
             )
         ],
-        batching=BatchingRule(max_num_seqs=max_num_seqs),
+        batching=BatchingRule(max_num_seqs=max_num_seqs, max_partial_prefills=max_partial_prefills),
     )

@@ -65,11 +65,22 @@ class OneTenant:
             with RedisServer(root / "redis", assets, lifeline=lifeline) as redis:
                 yield cls(redis_url=redis.url, folder=root, lifeline=lifeline)
 
-    def publish(self, max_num_seqs: int, *, itl_seconds: float | None = None) -> int:
-        """Deliver a policy with this bound of a batch and this target; returns its revision."""
+    def publish(
+        self,
+        max_num_seqs: int,
+        *,
+        itl_seconds: float | None = None,
+        max_partial_prefills: int | None = None,
+    ) -> int:
+        """Deliver a policy with these bounds of a batch and this target; returns its revision."""
         digest = hashlib.sha256(self.key.encode()).hexdigest()
         return self.deliver(
-            everything_for_one_tenant(max_num_seqs, digest, itl_seconds=itl_seconds)
+            everything_for_one_tenant(
+                max_num_seqs,
+                digest,
+                itl_seconds=itl_seconds,
+                max_partial_prefills=max_partial_prefills,
+            )
         )
 
     def deliver(self, policy: PolicySnapshot) -> int:

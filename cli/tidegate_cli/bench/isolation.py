@@ -260,7 +260,7 @@ async def run_isolation(
     recorded = load_trace(TRACE, settings.traces)
     factors: dict[str, float] = {}
     if settings.fleet == TORCH:
-        recorded, factors = shortened(recorded)
+        recorded, factors = shortened(recorded, seed=settings.seed)
     traffic = Traffic(recorded, seed=settings.seed)
     async with _ground(settings, traffic) as ground:
         figures = await IsolationBench(settings, ground, traffic, tell).run()

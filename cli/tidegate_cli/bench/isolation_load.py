@@ -12,6 +12,7 @@ from itertools import count, takewhile
 from statistics import fmean
 
 from tidegate_cli.traces import TraceRequest
+from tidegate_policies.rules import PreemptionRule
 
 GOLD, SILVER, BRONZE = "gold", "silver", "bronze"
 TIER_VALUES = {GOLD: 200, SILVER: 100, BRONZE: 10}
@@ -35,6 +36,7 @@ class Label:
         nominal_percent: KV blocks that are its own.
         sheds: Whether who would be served too late is refused.
         max_running: Most of its requests in a batch; None = as many as the batch holds.
+        quantum_tokens: Output tokens that each of its requests gets before it can be taken out.
     """
 
     tenant: str
@@ -46,6 +48,7 @@ class Label:
     nominal_percent: int = 0
     sheds: bool = False
     max_running: int | None = None
+    quantum_tokens: int = PreemptionRule().min_quantum_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

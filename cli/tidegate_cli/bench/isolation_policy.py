@@ -66,6 +66,7 @@ def _tidegate(labels: Sequence[Label], itl_seconds: float | None) -> Side:
                     weight=label.weight,
                     kv_nominal_percent=label.nominal_percent,
                     max_running=label.max_running,
+                    preemption=PreemptionRule(min_quantum_tokens=label.quantum_tokens),
                     service=ServiceRule(
                         ttft_seconds=label.ttft_seconds,
                         itl_seconds=(

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import os
+import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ SCALE = Scale(
     seconds=180.0,
     misbehaving_seconds=60.0,
     max_running=8,
+    quantum_tokens=2,
     queued=10_000,
     queued_choices=100,
     huge_prompt_tokens=1_700,
@@ -161,16 +163,24 @@ def engine_environment() -> dict[str, str]:
     cores = len(os.sched_getaffinity(0))
     return {
         "TIDEGATE_THREADS": str(max(1, cores - 1)),
-        "TIDEGATE_MAX_NUM_SEQS": "16",
-        "TIDEGATE_MAX_BATCHED_TOKENS": "80",
+        "TIDEGATE_MAX_NUM_SEQS": "32",
+        "TIDEGATE_MAX_BATCHED_TOKENS": "128",
         "TIDEGATE_KV_BLOCKS": "1280",
     }
 
 
 def shortened(
-    recorded: Sequence[TraceRequest],
+    recorded: Sequence[TraceRequest], *, seed: int
 ) -> tuple[tuple[TraceRequest, ...], dict[str, float]]:
-    """Shorten a record for the small model.
+    """Shorten a record for the small model, and shuffle its lengths.
+
+    Gaps stay in their order, and a prompt with its output. In the few hundred requests that a
+    tenant sends, the record's own order would make one's outputs half as long again as another's,
+    and whoever serves that one would seem to be faster.
+
+    Args:
+        recorded: The record.
+        seed: Of the order.
 
     Returns:
         The requests, and the factors of prompts and outputs: those by which the 95th percentiles
@@ -180,13 +190,15 @@ def shortened(
     lengths = summarize_lengths(recorded)
     by_prompt = PROMPT_P95 / lengths.prompt_p95
     by_output = OUTPUT_P95 / lengths.output_p95
+    shuffled = random.Random(f"{seed}/lengths").sample(recorded, len(recorded))
     requests = tuple(
         replace(
-            one,
-            prompt_tokens=max(1, round(one.prompt_tokens * by_prompt)),
-            output_tokens=max(1, round(one.output_tokens * by_output)),
+            lengths,
+            at_seconds=one.at_seconds,
+            prompt_tokens=max(1, round(lengths.prompt_tokens * by_prompt)),
+            output_tokens=max(1, round(lengths.output_tokens * by_output)),
         )
-        for one in recorded
+        for one, lengths in zip(recorded, shuffled, strict=True)
     )
     return requests, {"prompt_factor": by_prompt, "output_factor": by_output}
 

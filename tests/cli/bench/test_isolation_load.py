@@ -108,10 +108,22 @@ def test_misbehaviour_is_the_rogues_alone_and_begins_when_it_is_counted(way: str
         assert not any(one.is_read for one in sent)
 
 
-def test_a_record_is_shortened_by_one_factor_for_each_side() -> None:
-    short, factors = shortened(RECORDED)
+def test_a_record_is_shortened_by_one_factor_for_each_side_and_its_lengths_shuffled() -> None:
+    short, factors = shortened(RECORDED, seed=1)
+    other, _ = shortened(RECORDED, seed=2)
 
     lengths = summarize_lengths(short)
     assert (lengths.prompt_p95, lengths.output_p95) == (PROMPT_P95, OUTPUT_P95)
     assert [one.at_seconds for one in short] == [one.at_seconds for one in RECORDED]
-    assert short[0].prompt_tokens == round(RECORDED[0].prompt_tokens * factors["prompt_factor"])
+    in_order = [
+        (
+            max(1, round(one.prompt_tokens * factors["prompt_factor"])),
+            max(1, round(one.output_tokens * factors["output_factor"])),
+        )
+        for one in RECORDED
+    ]
+    drawn, drawn_anew = (
+        [(one.prompt_tokens, one.output_tokens) for one in record] for record in (short, other)
+    )
+    assert Counter(drawn) == Counter(drawn_anew) == Counter(in_order)
+    assert len({tuple(lengths[:20]) for lengths in (drawn, drawn_anew, in_order)}) == 3
