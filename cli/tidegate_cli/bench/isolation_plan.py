@@ -92,7 +92,8 @@ def gold_of(scale: Scale, *, load: float) -> Label:
 def beside_rogue(scale: Scale) -> list[Label]:
     """Return tenants that ask for less than is theirs, and the one that will ask for more.
 
-    By two thirds on average: in a minute of a record it may be half as much again.
+    They ask for two thirds of it on average: in a minute of a record one may ask for half as much
+    again.
 
     Nobody is displaced for somebody of the same tier, so that long answers could hold every place
     in a batch, and huge prompts all KV: `maxRunning` keeps a tenant from the one, KV of the others'

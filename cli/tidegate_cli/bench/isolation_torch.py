@@ -164,7 +164,7 @@ def engine_environment() -> dict[str, str]:
     return {
         "TIDEGATE_THREADS": str(max(1, cores - 1)),
         "TIDEGATE_MAX_NUM_SEQS": "32",
-        "TIDEGATE_MAX_BATCHED_TOKENS": "64",
+        "TIDEGATE_MAX_BATCHED_TOKENS": "128",
         "TIDEGATE_KV_BLOCKS": "1280",
     }
 

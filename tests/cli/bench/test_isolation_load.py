@@ -71,13 +71,17 @@ def test_all_together_ask_for_four_times_the_capacity() -> None:
 
 
 def test_beside_the_one_that_misbehaves_nobody_asks_for_more_than_there_is() -> None:
-    labels = beside_rogue(SCALE)
+    scale = replace(SCALE, quantum_tokens=3)
+    labels = beside_rogue(scale)
 
     assert labels[-1].tenant == ROGUE
     assert sum(label.load for label in labels) < 1.0
     rules = side_of(TIDEGATE, labels, itl_seconds=None).policy.tenants
     assert {rule.max_running for rule in rules if rule.tier == "silver"} == {SCALE.max_running}
     assert all(rule.kv_nominal_percent for rule in rules)
+    both = [*rules, *side_of(TIDEGATE, overloaded(scale), itl_seconds=None).policy.tenants]
+    others = [rule for rule in both if rule.tier != "gold"]
+    assert {rule.preemption.min_quantum_tokens for rule in others} == {3}
     assert sum(label.load for label in shedding(SCALE, load=1.5)) == pytest.approx(1.5)
 
 
