@@ -259,8 +259,13 @@ def tell_of_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
     A connection that uvloop is told to give up just as it has opened it, and that the other side
     closes before the handshake of TLS, leaves an error to which nobody listens.
     """
-    exception = context.get("exception")
-    is_given_up = "future" in context and isinstance(exception, OSError)
+    exception, future = context.get("exception"), context.get("future")
+    # A task is one of ours, and its end somebody's to know of.
+    is_given_up = (
+        isinstance(exception, OSError)
+        and future is not None
+        and not isinstance(future, asyncio.Task)
+    )
     if "asyncgen" in context or is_given_up:
         _LOG.debug("%s: %r", context["message"], exception)
     else:

@@ -104,6 +104,20 @@ def test_connections_that_are_given_up_leave_no_word(
     assert ("never retrieved" in caplog.text) is is_told
 
 
+async def test_a_task_that_ends_by_a_connection_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fail() -> None:
+        raise ConnectionResetError("nobody is there")
+
+    asyncio.get_running_loop().set_exception_handler(tell_of_loop)
+    task = asyncio.create_task(fail())
+    await asyncio.wait([task])
+    del task
+    gc.collect()
+    assert "nobody is there" in caplog.text
+
+
 async def test_other_complaints_of_the_loop_are_told(caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.get_running_loop()
     tell_of_loop(loop, {"message": "a callback failed", "exception": ValueError("x")})

@@ -10,7 +10,9 @@ from rich.console import Console
 from tidegate_cli.bench.engine import EngineSettings, replay_bare, run_engine_bench
 from tidegate_cli.bench.engine_bare import BareWork
 from tidegate_cli.bench.engine_part import Part
+from tidegate_cli.bench.engine_process import OneTenant
 from tidegate_cli.bench.errors import BenchError
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.engines import a_running_engine, key_of
 
 SMALL = EngineSettings(
@@ -111,6 +113,31 @@ async def test_a_part_is_measured_by_itself(
     assert document["settings"]["parts"] == [part]
     assert document["results"].keys() == keys | {"rss_mb"}
     assert document["series"].keys() == series
+
+
+async def test_prompts_have_a_target_and_take_turns_while_arrivals_are_poisson(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delivered: list[PolicySnapshot] = []
+    deliver = OneTenant.deliver
+
+    def note(self: OneTenant, policy: PolicySnapshot) -> int:
+        delivered.append(policy)
+        return deliver(self, policy)
+
+    monkeypatch.setattr(OneTenant, "deliver", note)
+    await run_engine_bench(
+        Console(quiet=True),
+        settings=replace(SMALL, parts=(Part.POISSON,)),
+        progress=lambda _line: None,
+        json_file=None,
+    )
+
+    at_once, poisson = delivered
+    assert at_once.batching.max_partial_prefills is None
+    assert at_once.tenants[0].service.itl_seconds is None
+    assert poisson.batching.max_partial_prefills == SMALL.poisson_partial_prefills
+    assert poisson.tenants[0].service.itl_seconds == SMALL.poisson_itl_seconds
 
 
 async def test_steps_are_replayed_without_an_engine() -> None:

@@ -50,7 +50,7 @@ def small_settings(seed: int = 1) -> IsolationSettings:
 
 
 async def measure(settings: IsolationSettings) -> IsolationFigures:
-    recorded, _ = shortened(load_trace(TRACE, None), seed=1)
+    recorded, _ = shortened(load_trace(TRACE, None), seed=settings.seed)
     traffic = Traffic(recorded, seed=settings.seed)
     ground = SimulatedGround(settings.shape, traffic)
     return await IsolationBench(settings, ground, traffic, lambda _line: None).run()
