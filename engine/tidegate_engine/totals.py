@@ -160,6 +160,12 @@ class Totals:
             "Preemptions",
             ("pool", "tenant", "mode", "cause"),
         )
+        deferred = Family(
+            "tidegate_deferred_decodes_total",
+            "counter",
+            "Output tokens that came a step later, as the step was for a higher tier's prompts",
+            ("pool", "tenant"),
+        )
         for name, tenant in tenants.items():
             requests.add((self.pool, name, "running"), tenant.running)
             requests.add((self.pool, name, "waiting"), tenant.waiting)
@@ -170,11 +176,12 @@ class Totals:
             tokens.add((self.pool, name, "recomputed"), tenant.recomputed_tokens)
             counters.add((self.pool, name), tenant.virtual_counter)
             kv_seconds.add((self.pool, name), tenant.kv_seconds)
+            deferred.add((self.pool, name), tenant.deferred_decodes)
             if tenant.stop_seconds is not None:
                 stops.add((self.pool, name), tenant.stop_seconds)
             for (cause, mode), count in {**_NO_PREEMPTIONS, **tenant.preemptions}.items():
                 preemptions.add((self.pool, name, mode, cause), count)
-        yield from (requests, tokens, counters, kv_seconds, stops, preemptions)
+        yield from (requests, tokens, counters, kv_seconds, stops, preemptions, deferred)
         cancelled = Family(
             "tidegate_cancelled_total",
             "counter",

@@ -119,7 +119,8 @@ class ServiceRule:
 
     Attributes:
         ttft_seconds: Target of the time to the first token: orders the tenant's own queue.
-        itl_seconds: Target of the time between two tokens: bounds the prefill beside its decodes.
+        itl_seconds: Target of the time between two tokens: bounds the prefill beside its decodes,
+            and how long these may stand back for a higher tier's prompts.
         queue_timeout_seconds: A request that waited so long for its first token is dropped.
         request_timeout_seconds: A request that is not done after so long is dropped.
         sheds: Whether a request that is predicted to miss `ttft_seconds` is refused at arrival.

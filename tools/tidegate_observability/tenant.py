@@ -175,6 +175,15 @@ _SHARE = Section(
             unit="ops",
             queries=(Query(rate(f"tidegate_preemptions_total{_OWN}", "cause"), "{{cause}}"),),
         ),
+        Chart(
+            title="Deferred decodes",
+            description="Output tokens per second that came a step later, as the step was for the"
+            " prompts of a higher tier.",
+            unit="ops",
+            queries=(
+                Query(f"sum(rate(tidegate_deferred_decodes_total{_OWN}[{INTERVAL}]))", "tokens"),
+            ),
+        ),
     ),
 )
 

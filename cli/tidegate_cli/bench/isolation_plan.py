@@ -24,7 +24,7 @@ class Scale:
         lead_in_seconds: Before anything is counted.
         seconds: Counted, of each side.
         misbehaving_seconds: Counted, with each way of misbehaving.
-        max_running: Of the tenant that misbehaves and of its likes: a quarter of a batch.
+        max_running: Of the tenant that misbehaves and of its likes: less than a third of a batch.
         quantum_tokens: Output tokens that a request of silver or bronze gets before it can be taken
             out: less than a typical answer has.
         queued: Requests that a tenant queues at once to misbehave.
@@ -92,8 +92,8 @@ def gold_of(scale: Scale, *, load: float) -> Label:
 def beside_rogue(scale: Scale) -> list[Label]:
     """Return tenants that ask for less than is theirs, and the one that will ask for more.
 
-    They ask for two thirds of it on average: in a minute of a record one may ask for half as much
-    again.
+    They ask for half of it on average: in a minute of a record one may ask for half as much again,
+    and beside huge prompts an engine does less than it does of the record.
 
     Nobody is displaced for somebody of the same tier, so that long answers could hold every place
     in a batch, and huge prompts all KV: `maxRunning` keeps a tenant from the one, KV of the others'
@@ -102,7 +102,7 @@ def beside_rogue(scale: Scale) -> list[Label]:
     silver = Label(
         tenant=SILVER,
         tier=SILVER,
-        load=0.15,
+        load=0.12,
         ttft_seconds=5.0 * scale.gold_ttft_seconds,
         itl_factor=2.0,
         nominal_percent=13,

@@ -15,6 +15,9 @@ from tidegate_policies.snapshot import PolicySnapshot
 BRONZE_PERCENT = 10
 """Of the service, kept for bronze while it has work."""
 
+MAX_PREEMPTIONS = 20
+"""Times that a request may be taken out: it goes on where it stopped, which costs little."""
+
 _EVERYBODY = "everybody"
 
 
@@ -66,7 +69,9 @@ def _tidegate(labels: Sequence[Label], itl_seconds: float | None) -> Side:
                     weight=label.weight,
                     kv_nominal_percent=label.nominal_percent,
                     max_running=label.max_running,
-                    preemption=PreemptionRule(min_quantum_tokens=label.quantum_tokens),
+                    preemption=PreemptionRule(
+                        max_preemptions=MAX_PREEMPTIONS, min_quantum_tokens=label.quantum_tokens
+                    ),
                     service=ServiceRule(
                         ttft_seconds=label.ttft_seconds,
                         itl_seconds=(

@@ -281,7 +281,7 @@ class Admission:
         """
         ahead = [
             other
-            for other in in_service_order(self._running)
+            for other in in_service_order(self._running.prefilling)
             if other.tenant.tier_value >= seq.tenant.tier_value
         ]
         together = [*ahead, seq]

@@ -6,14 +6,15 @@ Here several prompts may be half read at a time, so that a short one need not wa
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Ordered
 from itertools import groupby
+from typing import NamedTuple
 
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import PlanRow
-from tidegate_engine.core.running import Running
+from tidegate_engine.core.running import DecodeLoad, Running
 from tidegate_engine.core.sequence import Sequence
 from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
 from tidegate_engine.core.tenants import Tenant
@@ -23,22 +24,26 @@ ROUNDING = 1e-6
 """Parts of a token below which two sums are the same."""
 
 
-def prefill_budget(running: Running, limits: EngineLimits, step_times: StepTimeModel) -> int:
+def prefill_budget(
+    load: DecodeLoad,
+    prompts: Collection[Sequence],
+    limits: EngineLimits,
+    step_times: StepTimeModel,
+) -> int:
     """Return how many prompt tokens the next step may compute beside its decodes.
 
     As many as keep the step within the tightest inter-token latency target of the decodes, but
     never less than the chunk minimum: decodes must not starve prefill. `places` keeps so much free.
     """
-    room = max(0, limits.max_batched_tokens - len(running.decoding))
+    room = max(0, limits.max_batched_tokens - load.num_decodes)
     budget = min(room, limits.prefill_chunk_max)
-    target = running.tightest_itl
-    if target is None:
+    if load.tightest_itl is None:
         return budget
     within_target = step_times.prefill_budget(
-        target_seconds=target,
-        decodes=len(running.decoding),
-        context_tokens=running.context_tokens,
-        start=max((seq.computed_tokens for seq in running.prefilling), default=0),
+        target_seconds=load.tightest_itl,
+        decodes=load.num_decodes,
+        context_tokens=load.context_tokens,
+        start=max((seq.computed_tokens for seq in prompts), default=0),
     )
     return min(budget, max(within_target, limits.prefill_chunk_min))
 
@@ -52,17 +57,57 @@ def places(limits: EngineLimits) -> int:
     return max(1, min(limits.max_num_seqs, limits.max_batched_tokens - for_prompts))
 
 
-def prefill_shares(
-    running: Running, limits: EngineLimits, step_times: StepTimeModel
-) -> dict[Sequence, int]:
-    """Return how many tokens of each prompt the next step computes."""
-    if not running.prefilling:
-        return {}
-    return share_out(
-        in_service_order(running),
-        budget=prefill_budget(running, limits, step_times),
-        max_partial=limits.max_partial_prefills,
-    )
+class Batch(NamedTuple):
+    """Who is computed in one step, and how far.
+
+    Attributes:
+        decodes: Who gets an output token.
+        load: What they bring into the step.
+        shares: Tokens of each prompt.
+    """
+
+    decodes: Ordered[Sequence]
+    load: DecodeLoad
+    shares: dict[Sequence, int]
+
+    @property
+    def features(self) -> StepFeatures:
+        """What the time of the step depends on."""
+        prefill_tokens = prefill_pairs = 0
+        for seq, num_tokens in self.shares.items():
+            prefill_tokens += num_tokens
+            prefill_pairs += num_tokens * seq.computed_tokens + num_tokens * (num_tokens + 1) // 2
+        return StepFeatures(
+            prefill_tokens=prefill_tokens,
+            decodes=self.load.num_decodes,
+            context_tokens=self.load.context_tokens,
+            prefill_pairs=prefill_pairs,
+        )
+
+
+def compose(
+    decodes: Ordered[Sequence],
+    load: DecodeLoad,
+    prompts: Collection[Sequence],
+    *,
+    limits: EngineLimits,
+    step_times: StepTimeModel,
+) -> Batch:
+    """Return the step of these decodes with as much of these prompts as it has room for.
+
+    Args:
+        decodes: Get an output token each.
+        load: What they bring into the step.
+        prompts: Those being read.
+        limits: Of the engine, or of its policy.
+        step_times: What steps take.
+    """
+    if not prompts:
+        return Batch(decodes, load, {})
+    budget = prefill_budget(load, prompts, limits, step_times)
+    ordered = in_service_order(prompts)
+    shares = share_out(ordered, budget=budget, max_partial=limits.max_partial_prefills)
+    return Batch(decodes, load, shares)
 
 
 def share_out(
@@ -134,13 +179,13 @@ def _parts(prompts: list[Sequence], budget: int) -> dict[Sequence, int]:
     return {seq: int(part + ROUNDING) for seq, part in parts.items()}
 
 
-def in_service_order(running: Running) -> list[Sequence]:
+def in_service_order(prompts: Collection[Sequence]) -> list[Sequence]:
     """Return the prompts being read: higher tiers first, then by turns of the tenants.
 
     Each tenant's first prompt comes before any tenant's second, that of the least served tenant
     before the others'; else by admission.
     """
-    by_admission = sorted(running.prefilling, key=lambda seq: seq.admission)
+    by_admission = sorted(prompts, key=lambda seq: seq.admission)
     turns: Counter[Tenant] = Counter()
     ranked: list[tuple[int, int, tuple[bool, float], int, Sequence]] = []
     for seq in by_admission:
@@ -167,7 +212,7 @@ def ready_decodes(
     return [seq for seq in running.decoding if seq not in still] if still else [*running.decoding]
 
 
-def describe_batch(decodes: Ordered[Sequence], shares: dict[Sequence, int]) -> list[PlanRow]:
+def describe_batch(batch: Batch) -> list[PlanRow]:
     """Return a row for every decode, then the prefill chunks.
 
     Decodes that need more tokens than the step's budget are computed all the same: one that stood
@@ -188,9 +233,9 @@ def describe_batch(decodes: Ordered[Sequence], shares: dict[Sequence, int]) -> l
                 False,
             ),
         )
-        for seq in decodes
+        for seq in batch.decodes
     ]
-    for seq, num_tokens in shares.items():
+    for seq, num_tokens in batch.shares.items():
         if num_tokens:
             start, end = seq.computed_tokens, seq.computed_tokens + num_tokens
             rows.append(
@@ -204,17 +249,3 @@ def describe_batch(decodes: Ordered[Sequence], shares: dict[Sequence, int]) -> l
                 )
             )
     return rows
-
-
-def features_of(running: Running, shares: dict[Sequence, int]) -> StepFeatures:
-    """Return what the time of a step depends on that computes all decodes and these chunks."""
-    prefill_tokens = prefill_pairs = 0
-    for seq, num_tokens in shares.items():
-        prefill_tokens += num_tokens
-        prefill_pairs += num_tokens * seq.computed_tokens + num_tokens * (num_tokens + 1) // 2
-    return StepFeatures(
-        prefill_tokens=prefill_tokens,
-        decodes=len(running.decoding),
-        context_tokens=running.context_tokens,
-        prefill_pairs=prefill_pairs,
-    )

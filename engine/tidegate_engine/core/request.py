@@ -104,6 +104,7 @@ class TenantStats:
         prompt_tokens: Computed prompt tokens, each counted once.
         cached_tokens: Prompt tokens found in the prefix cache; not charged.
         recomputed_tokens: Tokens computed again after a preemption; not charged.
+        deferred_decodes: Output tokens that came a step later, for a higher tier's prompts.
         kv_seconds: KV blocks times the seconds that they were held.
         service: Charged service, in cost units.
         virtual_counter: Service divided by weight, lifted when the tenant (re)joined.
@@ -122,6 +123,7 @@ class TenantStats:
     cached_tokens: int = 0
     output_tokens: int = 0
     recomputed_tokens: int = 0
+    deferred_decodes: int = 0
     kv_seconds: float = 0.0
     service: float = 0.0
     virtual_counter: float = 0.0

@@ -1,14 +1,38 @@
 """The batch: which requests run, in which kind of step, and what that holds of each tier."""
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Collection, Iterator
+from typing import NamedTuple, TypeVar
 
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST
 
 _Key = TypeVar("_Key")
+
+
+class DecodeLoad(NamedTuple):
+    """What decodes bring into a step.
+
+    Attributes:
+        num_decodes: How many there are.
+        context_tokens: Context that they read, added up.
+        tightest_itl: The least inter-token latency target among them, in seconds.
+    """
+
+    num_decodes: int
+    context_tokens: int
+    tightest_itl: float | None
+
+
+def load_of(decodes: Collection[Sequence]) -> DecodeLoad:
+    """Return what some decodes bring into a step."""
+    targets = (tenant.rule.service.itl_seconds for tenant in {seq.tenant for seq in decodes})
+    return DecodeLoad(
+        num_decodes=len(decodes),
+        context_tokens=sum(seq.num_tokens for seq in decodes),
+        tightest_itl=min((target for target in targets if target is not None), default=None),
+    )
 
 
 class Running:
@@ -52,9 +76,10 @@ class Running:
         return len(self.decoding) + len(self.prefilling) + len(self.arriving)
 
     @property
-    def tightest_itl(self) -> float | None:
-        """The least inter-token latency target among the decodes, in seconds."""
-        return min(self._itl_targets, default=None)
+    def load(self) -> DecodeLoad:
+        """What all decodes together bring into a step."""
+        tightest_itl = min(self._itl_targets, default=None)
+        return DecodeLoad(len(self.decoding), self.context_tokens, tightest_itl)
 
     def has_below(self, tier_value: int) -> bool:
         """Tell whether anybody of a lower tier runs."""

@@ -12,19 +12,14 @@ cancel contains the request.
 """
 
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Ordered
 from dataclasses import replace
 from math import inf
 
 from tidegate_engine.core.accounts import Accounts
 from tidegate_engine.core.admission import Admission
 from tidegate_engine.core.arrival import Arrivals
-from tidegate_engine.core.batch import (
-    describe_batch,
-    features_of,
-    prefill_budget,
-    prefill_shares,
-    ready_decodes,
-)
+from tidegate_engine.core.batch import describe_batch, prefill_budget, ready_decodes
 from tidegate_engine.core.books import Books
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.decisions import Decision, DecisionLog, DecisionRecord, Reason, Verdict
@@ -34,6 +29,7 @@ from tidegate_engine.core.kv_gate import KvGate
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import Expiry, StepPlan, StepResult
+from tidegate_engine.core.precedence import Precedence
 from tidegate_engine.core.preemptor import Preemptor
 from tidegate_engine.core.request import Rejection, Request, SchedulerStats, TokenOutput
 from tidegate_engine.core.running import Running
@@ -99,6 +95,7 @@ class Scheduler:
         )
         self._preemptor = Preemptor(books)
         self._admission = Admission(books, self._preemptor)
+        self._precedence = Precedence(books)
         self._mailbox: tuple[PolicySnapshot, int, float] | None = None
         self._snapshot: PolicySnapshot | None = None
         self._revision = self._step = 0
@@ -107,7 +104,7 @@ class Scheduler:
         self._accounts = Accounts(books, live=self._live)
         self.standings = Standings(books, live=self._live, ttft=self._arrivals.ttft, limits=limits)
         self._joining: list[Sequence] = []
-        self._decodes: list[Sequence] = []
+        self._decodes: Ordered[Sequence] = ()
         self._lacking: list[Sequence] = []
         self._has_open_plan = False
         self._planned_at = 0.0
@@ -232,7 +229,10 @@ class Scheduler:
         self._joining = []
         self._preemptor.relieve()
         self._grow_running()
-        self._admission.run(prefill_budget(self._running, self._limits, self._step_times))
+        running = self._running
+        self._admission.run(
+            prefill_budget(running.load, running.prefilling, self._limits, self._step_times)
+        )
         for seq in self._admission.hopeless:
             self._end_for_lack(seq)
         return self._emit(now, expired)
@@ -362,15 +362,16 @@ class Scheduler:
                 self._lacking.append(seq)  # it stands still until copies have ended
 
     def _emit(self, now: float, expired: tuple[Expiry, ...]) -> StepPlan:
-        shares = prefill_shares(self._running, self._limits, self._step_times)
-        self._decodes = ready_decodes(self._running, self._memory, self._lacking)
-        rows = describe_batch(self._decodes, shares)
+        ready = ready_decodes(self._running, self._memory, self._lacking)
+        batch = self._precedence.compose(ready, self._limits, now)
+        self._decodes = batch.decodes
+        rows = describe_batch(batch)
         if not rows and not self._memory.flights and self._running.decoding:
             # All stand still, and nobody may be taken out: the newest gives its blocks back.
             self._end_for_lack(list(self._running.decoding)[-1])
         if rows:
             self._step += 1
-            self._features = features_of(self._running, shares)
+            self._features = batch.features
         self._has_open_plan = bool(rows) or bool(self._memory.flights)
         decisions, self._decisions = tuple(self._decisions), []
         watermark = self._memory.gate.state.value

@@ -33,6 +33,7 @@ class TenantTotals:
     cached_tokens: int = 0
     output_tokens: int = 0
     recomputed_tokens: int = 0
+    deferred_decodes: int = 0
     cancelled: int = 0
     expired: int = 0
     finished: int = 0

@@ -272,7 +272,8 @@ class TtftForecast:
 
     def _seconds_to_read(self, prompt_tokens: float, limits: EngineLimits) -> float:
         """Return the time of the steps that read so many tokens, decodes beside them."""
-        budget = max(1, prefill_budget(self._running, limits, self._step_times))
+        running = self._running
+        budget = max(1, prefill_budget(running.load, running.prefilling, limits, self._step_times))
         steps = ceil(prompt_tokens / budget)
         return steps * self._decode_seconds() + self._marginal(prompt_tokens, 0)
 

@@ -55,7 +55,8 @@ class ServiceLevelSpec(Model):
         LatencyTarget | None,
         Field(
             description="Target of the time between two tokens; it bounds prefill chunks and the "
-            "batch; default none."
+            "batch, and how long streams may pause for the prompts of a higher tier (without a "
+            "target 1s); default none."
         ),
     ] = None
     queue_timeout: Annotated[

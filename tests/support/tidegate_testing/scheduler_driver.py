@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 
 from tidegate_engine.core.limits import EngineLimits
-from tidegate_testing.scheduler_machine import Sizes, World
+from tidegate_testing.scheduler_machine import DECODE_SECONDS, Sizes, World
 from tidegate_testing.scheduler_policies import TENANTS, PolicyDraft, Trait, a_drawn_request
 
 
@@ -23,6 +23,7 @@ class RandomDriver:
             checks_books: Whether the scheduler verifies itself, too.
         """
         self._random = random.Random(seed)
+        self._decode_seconds = DECODE_SECONDS[seed % len(DECODE_SECONDS)]
         self._given = set(given)
         self._drawn = drawn
         self._draft = PolicyDraft()
@@ -52,6 +53,7 @@ class RandomDriver:
             num_blocks=choose([12, 16, 24]),
             num_host_blocks=choose([5, 40, 40]),
             swap_block_seconds=choose([0.0, 0.0005, 0.02]),
+            decode_seconds=self._decode_seconds,
             limits=EngineLimits(
                 max_num_seqs=choose([2, 4, 8]),
                 max_batched_tokens=choose([6, 16, 40]),

@@ -27,6 +27,9 @@ from tidegate_testing.scheduler_witness import Witness
 
 BLOCK_SIZE = 4
 MAX_DRAIN_STEPS = 4000
+DECODE_SECONDS = (0.0005, 0.02)
+"""Of a decode: next to nothing of a step, or so much that lower tiers stand back."""
+
 _GARBAGE = (-7,) * BLOCK_SIZE
 _FEW = st.integers(0, 4)
 
@@ -37,11 +40,13 @@ class Sizes:
 
     Attributes:
         swap_block_seconds: Of a block's copy; a step takes 10 ms and more.
+        decode_seconds: Of each of its decodes.
     """
 
     num_blocks: int
     num_host_blocks: int
     swap_block_seconds: float
+    decode_seconds: float
     limits: EngineLimits
 
 
@@ -52,6 +57,7 @@ def sizes(draw: st.DrawFn) -> Sizes:
         num_blocks=draw(st.sampled_from([12, 16, 24, 40])),
         num_host_blocks=draw(st.sampled_from([0, 5, 40, 40])),
         swap_block_seconds=draw(st.sampled_from([0.0, 0.0005, 0.02])),
+        decode_seconds=draw(st.sampled_from(DECODE_SECONDS)),
         limits=EngineLimits(
             max_num_seqs=draw(st.sampled_from([2, 4, 8, 8])),
             max_batched_tokens=draw(st.sampled_from([6, 16, 40])),
@@ -92,22 +98,22 @@ class World:
 
     def __post_init__(self) -> None:
         size = self.sizes
-        costs = ExecutorCosts(
-            swap_block_seconds=size.swap_block_seconds,
-            prefill_pair_seconds=PAIR_COST * ExecutorCosts().prefill_token_seconds,
+        takes = ExecutorCosts(
+            decode_seconds=size.decode_seconds, swap_block_seconds=size.swap_block_seconds
         )
+        pair_seconds = PAIR_COST * takes.prefill_token_seconds
         self.scheduler = Scheduler(
             num_blocks=size.num_blocks,
             block_size=BLOCK_SIZE,
             num_host_blocks=size.num_host_blocks,
             limits=size.limits,
-            costs=costs,
+            costs=replace(takes, prefill_pair_seconds=pair_seconds),
         )
         self.executor = a_simulated_device(
             num_blocks=size.num_blocks,
             block_size=BLOCK_SIZE,
             num_host_blocks=size.num_host_blocks,
-            swap_block_seconds=size.swap_block_seconds,
+            costs=takes,
             clock=self.clock,
         )
         self.witness = Witness(
@@ -193,6 +199,8 @@ class World:
 
     def drain(self) -> None:
         """Step until nothing is left; requests that a policy holds are cancelled."""
+        tenants = self.scheduler.stats().tenants.values()
+        self.happened["deferred"] += sum(tenant.deferred_decodes for tenant in tenants)
         for _ in range(MAX_DRAIN_STEPS):
             if not self.scheduler.has_work:
                 self.witness.ended()

@@ -139,16 +139,16 @@ def a_simulated_device(
     num_blocks: int,
     block_size: int,
     num_host_blocks: int = 0,
-    swap_block_seconds: float = 0.0,
+    costs: ExecutorCosts | None = None,
     clock: VirtualClock | None = None,
 ) -> SimulatedExecutor:
-    """Build a simulated executor whose steps take 10 ms and more."""
+    """Build a simulated executor; without `costs` copies take no time, steps 10 ms and more."""
     return SimulatedExecutor(
         capacity=Capacity(
             num_blocks=num_blocks, num_host_blocks=num_host_blocks, block_size=block_size
         ),
         vocab_size=VOCAB_SIZE,
-        cost=AffineCost(ExecutorCosts(swap_block_seconds=swap_block_seconds)),
+        cost=AffineCost(costs or ExecutorCosts(swap_block_seconds=0.0)),
         clock=clock or VirtualClock(),
     )
 
