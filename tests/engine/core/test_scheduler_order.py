@@ -93,6 +93,17 @@ def test_who_gets_all_it_asks_for_banks_nothing_meanwhile() -> None:
     assert gained["light"] == pytest.approx(gained["heavy"], rel=0.1)
 
 
+def test_who_decodes_begins_its_next_prompt_beside_the_half_read_ones_of_others() -> None:
+    run = a_run(a_snapshot(a_tenant("a"), a_tenant("b")), blocks=200, max_batched_tokens=16)
+    run.submit(a_request("b", request_id="first", output=40))
+    run.step()
+    run.submit(*(a_request("a", request_id=f"long{n}", prompt=(n,) * 80) for n in (1, 2)))
+    run.step()
+    run.submit(a_request("b", request_id="next", prompt=(3,) * 80))
+    run.step()
+    assert run.admitted == ["first", "long1", "long2", "next"]
+
+
 def test_a_tenant_of_long_prompts_gets_its_share_of_the_time_not_of_the_tokens() -> None:
     costs = ExecutorCosts(prefill_token_seconds=1e-4, prefill_pair_seconds=1e-7)
     run = a_run(a_snapshot(a_tenant("long"), a_tenant("short")), blocks=2000, costs=costs)

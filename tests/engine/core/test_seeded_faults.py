@@ -8,9 +8,12 @@ import pytest
 
 from tidegate_engine.core import arrival as arrival_module
 from tidegate_engine.core.admission import Admission
+from tidegate_engine.core.batch import Batch
 from tidegate_engine.core.flights import Flight, Flights
 from tidegate_engine.core.kv_memory import KvMemory
+from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import StepPlan
+from tidegate_engine.core.precedence import Precedence
 from tidegate_engine.core.preemptor import Preemptor, Wish, _Option
 from tidegate_engine.core.running import Running
 from tidegate_engine.core.scheduler import Scheduler
@@ -42,6 +45,19 @@ from tidegate_testing.seeded_faults import (
 @fault(Invariant.TOKEN_BUDGET)
 def a_step_computes_too_many_tokens(monkeypatch: Patch) -> None:
     monkeypatch.setattr("tidegate_engine.core.batch.prefill_budget", lambda *_: 1000)
+
+
+@fault(Invariant.STANDING, *TWO_TIERS)
+def lower_prompts_are_read_where_lower_decodes_stand_back(monkeypatch: Patch) -> None:
+    alone = Precedence._alone
+
+    def with_lower_prompts(
+        precedence: Precedence, shared: Batch, limits: EngineLimits
+    ) -> Batch | None:
+        step = alone(precedence, shared, limits)
+        return step and step._replace(shares={**shared.shares, **step.shares})
+
+    monkeypatch.setattr(Precedence, "_alone", with_lower_prompts)
 
 
 @fault(Invariant.PLACES)

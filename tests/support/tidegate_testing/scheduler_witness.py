@@ -321,6 +321,7 @@ class Witness:
             check_row(row, seen, block_size=self._block_size)
             seen.table = row.block_ids
         running = [seen for seen in self.live if seen.place is Place.RUNNING]
+        self._check_standing(plan, running)
         holders = check_tables(running, block_size=self._block_size)
         check_writes(
             plan,
@@ -329,6 +330,21 @@ class Witness:
             written=self._moving(is_in=True),
             block_size=self._block_size,
         )
+
+    def _check_standing(self, plan: StepPlan, running: Iterable[Seen]) -> None:
+        """Verify that who could have an output token has it, or leaves it to a higher prompt."""
+        tiers = {row.request_id: self.view.tier_of(self._live[row.request_id]) for row in plan.rows}
+        reading = [tiers[row.request_id] for row in plan.rows if not row.is_decode]
+        top = max((tier.value for tier in reading if tier.preempts_lower), default=None)
+        for seen in running:
+            is_decode = seen.num_outputs > 0 and seen.computed == len(seen.tokens) - 1
+            has_block = len(seen.table or ()) * self._block_size >= len(seen.tokens)
+            if seen.request.request_id in tiers or not (is_decode and has_block):
+                continue
+            value = self.view.tier_of(seen).value
+            is_higher = top is not None and top > value
+            is_alone = all(tier.value > value for tier in tiers.values())
+            require(is_higher and is_alone, Invariant.STANDING, seen.request.request_id, plan.rows)
 
     # -- what steps give -------------------------------------------------------------------------
 
