@@ -8,7 +8,13 @@ from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.decisions import Reason
 from tidegate_engine.core.plan import StepPlan
 from tidegate_engine.executor.step_cost import AffineCost
-from tidegate_policies.rules import KvEstimate, PreemptionMode, PreemptionRule, WatermarkRule
+from tidegate_policies.rules import (
+    KvEstimate,
+    PreemptionMode,
+    PreemptionRule,
+    ServiceRule,
+    WatermarkRule,
+)
 from tidegate_testing.policies import a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import BLOCK_SIZE, Simulation, a_prompt, a_simulation, output_alone
@@ -113,8 +119,15 @@ def test_a_place_is_taken_by_tier_and_blocks_are_reclaimed_where_both_are_lackin
 @pytest.mark.parametrize("taker_tier", TIERS)
 def test_nobody_of_any_tier_takes_nominal_blocks(taker_tier: str) -> None:
     rule = PreemptionRule(min_quantum_tokens=0)
+    never_stands_back = ServiceRule(itl_seconds=0.02)
     policy = a_snapshot(
-        a_tenant("owner", tier="middle", kv_nominal_percent=50, preemption=rule),
+        a_tenant(
+            "owner",
+            tier="middle",
+            kv_nominal_percent=50,
+            preemption=rule,
+            service=never_stands_back,
+        ),
         a_tenant("taker", tier=taker_tier, kv_nominal_percent=10, preemption=rule),
         tiers=TIERS,
         watermarks=WIDE,
