@@ -6,9 +6,9 @@ clock and does no I/O; the same calls give the same plans, whatever executes the
 A step, in this order: the newest policy is put in force; who is over a time limit is dropped; usage
 is held against the watermarks; what runs gets the KV block for its next token, and where blocks
 lack somebody yields; what waits is admitted; the prompts being read share what the step has room
-for. Every plan that is executable has to be answered with `commit_step` before the next call;
-cancels come between the two calls of neighbouring steps, so that no step that is planned after a
-cancel contains the request.
+for, and lower tiers may leave it to those of a higher one. Every plan that is executable has to be
+answered with `commit_step` before the next call; cancels come between the two calls of neighbouring
+steps, so that no step that is planned after a cancel contains the request.
 """
 
 from collections.abc import Iterable, Mapping
