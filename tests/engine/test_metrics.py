@@ -9,7 +9,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.limits import EngineLimits
-from tidegate_engine.core.request import TenantStats
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.events import CancelCause, CancelKey, EngineStats
 from tidegate_engine.executor.base import Capacity
@@ -231,15 +230,6 @@ def test_cancels_are_shown_by_cause_and_state_for_declared_tenants_alone() -> No
     assert sorted(shown) == sorted(
         (key.cause.value, "swapped", count) for key, count in cancelled.items()
     )
-
-
-def test_what_stood_back_for_a_higher_tier_is_counted_by_tenant() -> None:
-    metrics, stats = some_metrics(), stats_of()
-    metrics.use_policy(a_policy_in_force(a_snapshot(a_keyed_tenant("acme"))))
-    tenants = {"acme": TenantStats(deferred_decodes=3)}
-    busy = replace(stats, scheduler=replace(stats.scheduler, tenants=tenants))
-    shown = values(scraped(metrics, busy))
-    assert shown["tidegate_deferred_decodes_total", "acme"] == 3
 
 
 def test_before_the_first_step_nothing_is_divided() -> None:
