@@ -56,6 +56,8 @@ class VictimCandidate:
         tier_value: Of its tenant's tier.
         over_share: What its tenant borrows, in blocks, over the tenant's weight; infinite for
             weight 0.
+        backlog: Requests of its tenant that wait in its tier and never ran, over the tenant's
+            weight; infinite for weight 0.
         blocks: Freed by taking it out: those that nobody shares.
         seconds: Cost of taking it out and of bringing it back.
         admission: Grows with every admission: the largest is the newest.
@@ -65,6 +67,7 @@ class VictimCandidate:
     tenant: str
     tier_value: int
     over_share: float
+    backlog: float
     blocks: int
     seconds: float
     admission: int
@@ -77,9 +80,12 @@ def plan_victims(
 ) -> tuple[VictimCandidate, ...] | None:
     """Choose whom to take out so that it is enough, and nobody who isn't needed for that.
 
-    In order of yielding: lowest tier, most over share, least cost per block freed, newest. As many
-    as it takes yield; then those turn out unneeded without whom the others are still enough,
-    looked for from the highest tier and the highest cost on.
+    In order of yielding: lowest tier, most over share, longest backlog, least cost per block freed,
+    newest. As many as it takes yield; then those turn out unneeded without whom the others are
+    still enough, looked for from the highest tier and the highest cost on.
+
+    The backlog decides mostly where a place is wanted, of which nobody can be over share: whoever
+    fills the batch and still has most waiting leaves, not those who want no more than they have.
 
     Args:
         candidates: None of them protected.
@@ -133,10 +139,11 @@ def _without_unneeded(
     return tuple(left)
 
 
-def _yields_first(candidate: VictimCandidate) -> tuple[int, float, float, int, str]:
+def _yields_first(candidate: VictimCandidate) -> tuple[int, float, float, float, int, str]:
     return (
         candidate.tier_value,
         -candidate.over_share,
+        -candidate.backlog,
         candidate.seconds / candidate.blocks if candidate.blocks else inf,
         -candidate.admission,
         candidate.request_id,

@@ -27,6 +27,7 @@ def candidate(name: str, **changes: Any) -> VictimCandidate:
         tenant="batch",
         tier_value=0,
         over_share=1.0,
+        backlog=2.0,
         blocks=10,
         seconds=1.0,
         admission=1,
@@ -57,15 +58,17 @@ def test_nobody_leaves_when_all_together_are_not_enough() -> None:
     "first",
     [
         {"tier_value": -1, "over_share": 0.0, "seconds": 9.0},
-        {"over_share": 1.5, "seconds": 9.0},
+        {"over_share": 1.5, "backlog": 0.0, "seconds": 9.0},
         {"over_share": inf, "seconds": 9.0},
+        {"backlog": 3.0, "seconds": 9.0, "admission": 0},
+        {"backlog": inf, "seconds": 9.0},
         {"seconds": 0.5, "admission": 0},
         {"blocks": 20, "seconds": 1.5, "admission": 0},
         {"admission": 2},
         {"request_id": "a"},
     ],
 )
-def test_the_lowest_the_most_over_share_the_cheapest_the_newest_yields_first(
+def test_the_lowest_the_most_over_share_the_longest_queued_the_cheapest_the_newest_yields_first(
     first: dict[str, Any],
 ) -> None:
     yielding = candidate("z", **first)
@@ -117,6 +120,7 @@ def test_a_higher_tier_stays_before_a_costlier_lower_one() -> None:
             tenant=st.sampled_from(["a", "b"]),
             tier_value=st.integers(-1, 1),
             over_share=st.sampled_from([0.5, 2.0, inf]),
+            backlog=st.sampled_from([0.0, 1.5]),
             blocks=st.integers(0, 12),
             seconds=st.sampled_from([0.0, 0.1, 2.0]),
             admission=st.integers(0, 3),

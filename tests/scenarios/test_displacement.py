@@ -197,3 +197,31 @@ def test_gold_that_needs_12_blocks_takes_out_at_most_2_of_8_batch_requests_of_10
     scene.assert_gold_runs_at_once(mode)
     assert 1 <= len(scene.victims) <= 2
     scene.assert_outputs_are_as_alone()
+
+
+@pytest.mark.parametrize(("weight", "victim"), [(100, "flood"), (2000, "quiet")])
+def test_the_longest_queue_for_its_weight_gives_a_place_where_nobody_borrows(
+    weight: int, victim: str
+) -> None:
+    rule = PreemptionRule(min_quantum_tokens=QUANTUM)
+    snapshot = a_snapshot(
+        a_tenant("gold", tier="gold"),
+        a_tenant("flood", kv_nominal_percent=40, max_running=2, weight=weight, preemption=rule),
+        a_tenant("quiet", kv_nominal_percent=40, max_running=2, preemption=rule),
+        tiers={"gold": 10, "standard": 0},
+    )
+    # By cost per block freed quiet's would leave.
+    flood = a_load("flood", 12, prompt=100, output=200)
+    quiet = a_load("quiet", 3, prompt=800, output=200)
+    gold = a_load("gold", 1, prompt=64, output=32)[0]
+    scene = a_scene(snapshot, blocks=1024, places=4, batch=[*flood, *quiet], gold=gold)
+    running = [*flood[:2], *quiet[:2]]
+    simulation = scene.simulation
+    simulation.accept(*scene.batch)
+    while min(len(simulation.output(request.request_id)) for request in running) < QUANTUM:
+        simulation.step()
+
+    simulation.accept(gold)
+    simulation.drain()
+
+    assert [decision.tenant for decision in scene.victims] == [victim]

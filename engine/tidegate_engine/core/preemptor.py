@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from math import inf
 
 from tidegate_engine.core.books import Books
 from tidegate_engine.core.decisions import Decision, Reason, Verdict
@@ -206,7 +207,8 @@ class Preemptor:
             request_id=seq.request_id,
             tenant=tenant.name,
             tier_value=tenant.tier_value,
-            over_share=borrowed / weight if weight else float("inf"),
+            over_share=borrowed / weight if weight else inf,
+            backlog=len(tenant.queue) / weight if weight else inf,
             blocks=self._memory.pool.count_freed(seq.block_table),
             seconds=min(swap, recompute),
             admission=seq.admission,
