@@ -1,19 +1,18 @@
 """Which arrivals are refused because there is too much work: shed, rather than served too late.
 
-A request is judged by its own target alone, and at its arrival alone: what was let in is served.
+A request is judged by its own target or its tenant's, whichever is earlier, and at its arrival
+alone: what was let in is served.
 """
 
-import heapq
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import inf
 
 from tidegate_engine.core.books import Books
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.request import Rejection, RejectionCode, Request
 from tidegate_engine.core.tenants import Tenant
 from tidegate_engine.core.ttft import TtftForecast
-
-_LOOKED_AT = 8
-"""Tenants whose waiting is predicted, to tell whether any waits too long."""
 
 _LASTING = 2.0
 """An overload is expected to go on for so many times as long as it has lasted."""
@@ -62,13 +61,14 @@ class Overload:
         self, request: Request, tenant: Tenant, *, limits: EngineLimits, now: float
     ) -> Rejection | None:
         """Tell why an arrival is shed, or None."""
-        target = ttft_target(request, tenant)
-        if tenant.rule.service.sheds and target is not None and not self._is_owed(request, tenant):
+        wanted, target = ttft_target(request, tenant), _shed_target(request, tenant)
+        sheds = tenant.rule.service.sheds and not self._is_owed(request, tenant)
+        if sheds and wanted is not None and target is not None:
             predicted = self.ttft.predict(
                 tenant,
                 len(request.prompt_ids),
                 request.max_output_tokens,
-                own_ahead=tenant.queue.ahead_of(now + target),
+                own_ahead=tenant.queue.ahead_of(now + wanted),
                 limits=limits,
             )
             if predicted > target:
@@ -121,27 +121,45 @@ class Overload:
                     tenant, 0, 1, own_ahead=tenant.queue.ahead_of(None), limits=limits
                 )
                 - target
-                for tenant in self._last_in_turn()
+                for tenant in self._may_miss_most()
                 if (target := tenant.rule.service.ttft_seconds) is not None
             ]
             self._longest_miss = max(misses, default=0.0)
         return self._longest_miss
 
-    def _last_in_turn(self) -> list[Tenant]:
-        """Return who waits longest, of those with a target in tiers from 0 up."""
-        waiting = [
-            tenant
-            for value, tier in self._tenants.tiers.items()
-            for tenant in (tier.listed() if value >= 0 else ())
-            if tenant.rule.service.ttft_seconds is not None
-        ]
-        return heapq.nlargest(_LOOKED_AT, waiting, key=self.ttft.turn_of)
+    def _may_miss_most(self) -> Iterator[Tenant]:
+        """Yield those of tiers from 0 up of whom one has the longest miss of all."""
+        for value, tier in self._tenants.tiers.items():
+            if value >= 0:
+                yield from self._late_and_tight(tier.listed())
+
+    def _late_and_tight(self, waiting: Iterable[Tenant]) -> Iterator[Tenant]:
+        """Yield those of one tier after whom nobody comes who has as tight a target.
+
+        Whoever comes later in turn waits longer, so that nobody else can miss by more.
+        """
+        tightest = inf
+        for tenant in sorted(waiting, key=self.ttft.turn_of, reverse=True):
+            target = tenant.rule.service.ttft_seconds
+            if target is not None and target < tightest:
+                tightest = target
+                yield tenant
 
 
 def ttft_target(request: Request, tenant: Tenant) -> float | None:
     """Return the seconds after which the first token of a request is due; None = whenever."""
     own, ruled = request.ttft_seconds, tenant.rule.service.ttft_seconds
     return ruled if own is None else own
+
+
+def _shed_target(request: Request, tenant: Tenant) -> float | None:
+    """Return the seconds within which the first token has to be expected; None = whenever.
+
+    A client may want it earlier than its tenant's policy says; that it would wait for longer
+    doesn't switch the policy off.
+    """
+    targets = (request.ttft_seconds, tenant.rule.service.ttft_seconds)
+    return min((target for target in targets if target is not None), default=None)
 
 
 def _shed(why: str, wait_seconds: float) -> Rejection:

@@ -84,14 +84,19 @@ def test_without_a_target_nobody_is_refused() -> None:
     assert codes(arrive(engine, times=60)) == [None] * 60
 
 
-def test_the_target_that_counts_is_the_requests_own() -> None:
+def test_who_wants_it_earlier_is_judged_by_that() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    assert codes(arrive(engine, ttft_seconds=0.0001)) == [RejectionCode.SHED]
+    assert codes(arrive(engine)) == [None]
+
+
+def test_who_would_wait_for_longer_is_judged_by_its_tenants_target_all_the_same() -> None:
     engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
     arrive(engine, times=4)
     engine.step()
     while arrive(engine)[0] is None:
         pass
-    assert codes(arrive(engine, ttft_seconds=60.0)) == [None]
-    assert codes(arrive(engine)) == [RejectionCode.SHED]
+    assert codes(arrive(engine, ttft_seconds=60.0)) == [RejectionCode.SHED]
 
 
 def test_what_others_have_queued_counts_by_weight() -> None:
@@ -145,6 +150,21 @@ def test_tiers_below_zero_are_refused_while_others_miss(
     assert codes(arrive(engine, "spare")) == [expected]
 
 
+@pytest.mark.parametrize("lax_tier", ["standard", "high"])
+def test_however_many_wait_within_their_targets_one_that_will_miss_is_seen(lax_tier: str) -> None:
+    lax = [
+        a_tenant(f"lax-{n}", tier=lax_tier, service=ServiceRule(ttft_seconds=3600.0 + n))
+        for n in range(20)
+    ]
+    tight = a_tenant("tight", service=ServiceRule(ttft_seconds=1.0))
+    tiers = {"high": 10, "standard": 0, "spare": -1}
+    engine = an_engine(a_snapshot(*lax, tight, a_tenant("spare", tier="spare"), tiers=tiers))
+    for tenant in lax:
+        arrive(engine, tenant.tenant, times=90)
+    arrive(engine, "tight", times=60)
+    assert codes(arrive(engine, "spare")) == [RejectionCode.SHED]
+
+
 def test_a_short_request_beside_a_long_one_is_not_taken_for_as_long() -> None:
     engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)), blocks=200, slots=32)
     arrive(engine, prompt=2000, output=400, ttft_seconds=60.0)
@@ -153,12 +173,13 @@ def test_a_short_request_beside_a_long_one_is_not_taken_for_as_long() -> None:
 
 
 def test_who_is_in_a_hurry_does_not_wait_for_its_own_tenants_patient_requests() -> None:
-    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    patient = ServiceRule(ttft_seconds=600.0, sheds=True)
+    engine = an_engine(a_snapshot(a_tenant(service=patient)))
     arrive(engine, times=4, output=8)
     engine.step()
-    arrive(engine, times=100, output=8, ttft_seconds=600.0)
+    arrive(engine, times=100, output=8)
     assert codes(arrive(engine, output=8, ttft_seconds=2.0)) == [None]
-    assert codes(arrive(engine, output=8, ttft_seconds=600.0)) == [None]
+    assert codes(arrive(engine, output=8)) == [None]
     arrive(engine, times=100, output=8, ttft_seconds=2.0)
     assert codes(arrive(engine, output=8, ttft_seconds=2.0)) == [RejectionCode.SHED]
 
