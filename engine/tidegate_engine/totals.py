@@ -163,7 +163,7 @@ class Totals:
         deferred = Family(
             "tidegate_deferred_decodes_total",
             "counter",
-            "Output tokens that came a step later, as the step was for a higher tier's prompts",
+            "Output tokens that came a step later, for a higher tier's prompts or its ITL target",
             ("pool", "tenant"),
         )
         for name, tenant in tenants.items():

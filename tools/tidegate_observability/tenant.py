@@ -177,8 +177,8 @@ _SHARE = Section(
         ),
         Chart(
             title="Deferred decodes",
-            description="Output tokens per second that came a step later, as the step was for the"
-            " prompts of a higher tier.",
+            description="Output tokens per second that came a step later, for the prompts of a"
+            " higher tier or its ITL target.",
             unit="ops",
             queries=(
                 Query(f"sum(rate(tidegate_deferred_decodes_total{_OWN}[{INTERVAL}]))", "tokens"),

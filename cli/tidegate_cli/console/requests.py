@@ -24,6 +24,7 @@ REASONS = MappingProxyType(
         "borrowing": "with KV that others don't use",
         "under_floor": "its tier was below its reserved share",
         "no_slot": "the batch is full",
+        "itl_target": "steps would take longer than those who run may wait for a token",
         "no_blocks": "no KV block is free",
         "watermark": "KV is above the watermark",
         "predicted_peak": "KV would not do at the predicted peak",

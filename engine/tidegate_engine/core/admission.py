@@ -43,6 +43,7 @@ class Admission:
         self._forecast = books.forecast
         self._gate = books.gate
         self._step_times = books.step_times
+        self._itl = books.itl
         self._shares = books.shares
         self._preemptor = preemptor
         self._admissions = 0
@@ -65,6 +66,7 @@ class Admission:
         self._may_borrow = True
         self._decisions = decisions
         self._now = now
+        self._itl.begin_step()
 
     def run(self, budget: int) -> None:
         """Let in who may come in, given the prompt tokens that the step may compute."""
@@ -175,7 +177,8 @@ class Admission:
                     heads.append(seq)
                     limit = min(limit, self._overtaken_at(seq))
             candidates.settle(reason)
-            if reason is Reason.NO_SLOT or len(heads) > MAX_BACKFILL or (served and under_floor):
+            is_full = reason in (Reason.NO_SLOT, Reason.ITL_TARGET)
+            if is_full or len(heads) > MAX_BACKFILL or (served and under_floor):
                 break
         candidates.close()
         if under_floor:
@@ -234,7 +237,10 @@ class Admission:
         """Decide about one request; take others out for it where it may have that."""
         if not self._gate.clip(seq):
             return Reason.OUT_OF_MEMORY
-        needs_slot = seq not in self._promised and self._places_left() <= 0
+        is_promised = seq in self._promised
+        if not is_promised and self._itl.keeps_out(seq):
+            return Reason.ITL_TARGET
+        needs_slot = not is_promised and self._places_left() <= 0
         may_displace = is_head and self._may_displace(seq)
         is_full = seq.tenant.is_full_with(self._promised_to_others(seq))
         if is_full or (needs_slot and not may_displace):
@@ -361,5 +367,6 @@ class Admission:
 
     def _take_in(self, seq: Sequence) -> None:
         self._running.add(seq)
+        self._itl.note_start(seq)
         self._tenants.follow(seq.tenant)
         self.admitted.append(seq.request_id)

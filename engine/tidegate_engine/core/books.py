@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.forecast import Forecast
+from tidegate_engine.core.itl import ItlTargets
 from tidegate_engine.core.kv_gate import KvGate
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.running import Running
@@ -22,6 +24,7 @@ class Books:
         forecast: What requests are expected to need.
         gate: What lets requests have KV blocks.
         step_times: What steps take.
+        itl: What inter-token latency targets leave room for.
         shares: What each tier got lately.
     """
 
@@ -31,4 +34,26 @@ class Books:
     forecast: Forecast
     gate: KvGate
     step_times: StepTimeModel
+    itl: ItlTargets
     shares: TierShares
+
+    @classmethod
+    def beginning_with(cls, memory: KvMemory, costs: ExecutorCosts) -> "Books":
+        """Return the state of a scheduler that has no requests yet.
+
+        Args:
+            memory: Wholly free.
+            costs: Time that the executor takes, to begin with.
+        """
+        running, step_times = Running(), StepTimeModel(costs)
+        forecast = Forecast(block_size=memory.pool.block_size, prompt_price=costs.prompt_price)
+        return cls(
+            memory=memory,
+            running=running,
+            tenants=TenantTable(),
+            forecast=forecast,
+            gate=KvGate(memory=memory, running=running, forecast=forecast),
+            step_times=step_times,
+            itl=ItlTargets(running, step_times),
+            shares=TierShares(),
+        )

@@ -29,6 +29,7 @@ class Reason(enum.StrEnum):
     BORROWING = "borrowing"
     UNDER_FLOOR = "under_floor"
     NO_SLOT = "no_slot"
+    ITL_TARGET = "itl_target"
     NO_BLOCKS = "no_blocks"
     WATERMARK = "watermark"
     PREDICTED_PEAK = "predicted_peak"

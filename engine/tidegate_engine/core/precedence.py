@@ -28,6 +28,7 @@ class Precedence:
         """Begin with a step that is shared."""
         self._running = books.running
         self._step_times = books.step_times
+        self._itl = books.itl
         self._standing_since: float | None = None
 
     def compose(self, decodes: Ordered[Sequence], limits: EngineLimits, now: float) -> Batch:
@@ -40,6 +41,9 @@ class Precedence:
         """
         running = self._running
         load = running.load if len(decodes) == len(running.decoding) else load_of(decodes)
+        in_turn = self._itl.take_turns(decodes, load)
+        if len(in_turn) < len(decodes):
+            decodes, load = in_turn, load_of(in_turn)
         shared = compose(
             decodes, load, running.prefilling, limits=limits, step_times=self._step_times
         )

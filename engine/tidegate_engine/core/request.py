@@ -104,7 +104,8 @@ class TenantStats:
         prompt_tokens: Computed prompt tokens, each counted once.
         cached_tokens: Prompt tokens found in the prefix cache; not charged.
         recomputed_tokens: Tokens computed again after a preemption; not charged.
-        deferred_decodes: Output tokens that came a step later, for a higher tier's prompts.
+        deferred_decodes: Output tokens that came a step later, for a higher tier's prompts or its
+            inter-token latency target.
         kv_seconds: KV blocks times the seconds that they were held.
         service: Charged service, in cost units.
         virtual_counter: Service divided by weight, lifted when the tenant (re)joined.

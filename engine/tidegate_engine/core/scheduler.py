@@ -23,25 +23,20 @@ from tidegate_engine.core.batch import describe_batch, prefill_budget, ready_dec
 from tidegate_engine.core.books import Books
 from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.decisions import Decision, DecisionLog, DecisionRecord, Reason, Verdict
-from tidegate_engine.core.forecast import Forecast
 from tidegate_engine.core.invariants import check_books
-from tidegate_engine.core.kv_gate import KvGate
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import Expiry, StepPlan, StepResult
 from tidegate_engine.core.precedence import Precedence
 from tidegate_engine.core.preemptor import Preemptor
 from tidegate_engine.core.request import Rejection, Request, SchedulerStats, TokenOutput
-from tidegate_engine.core.running import Running
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.standings import Standings
 from tidegate_engine.core.stats import describe
-from tidegate_engine.core.step_time import StepFeatures, StepTimeModel
+from tidegate_engine.core.step_time import StepFeatures
 from tidegate_engine.core.stops import Stops
-from tidegate_engine.core.tenant_table import TenantTable
 from tidegate_engine.core.time_limits import TimeLimits
 from tidegate_policies.snapshot import PolicySnapshot
-from tidegate_policies.tiers import TierShares
 
 # Looked up once: through its class, a member costs as much as two calls.
 _CANCELLED, _ON_REQUEST = Verdict.CANCELLED, Reason.ON_REQUEST
@@ -71,28 +66,23 @@ class Scheduler:
         """
         self.decision_log = DecisionLog()
         costs = costs or ExecutorCosts()
-        self._memory = KvMemory(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_host_blocks=num_host_blocks,
-            seconds_per_block=costs.swap_block_seconds,
+        self._books = books = Books.beginning_with(
+            KvMemory(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_host_blocks=num_host_blocks,
+                seconds_per_block=costs.swap_block_seconds,
+            ),
+            costs,
         )
         self._engine_limits = self._limits = limits
-        self._tenants = TenantTable()
-        self._running = Running()
-        self._forecast = Forecast(block_size=block_size, prompt_price=costs.prompt_price)
-        self._step_times = StepTimeModel(costs)
+        self._memory = books.memory
+        self._tenants = books.tenants
+        self._running = books.running
+        self._forecast = books.forecast
+        self._step_times = books.step_times
+        self._gate = books.gate
         self._time_limits = TimeLimits()
-        self._gate = KvGate(memory=self._memory, running=self._running, forecast=self._forecast)
-        self._books = books = Books(
-            memory=self._memory,
-            running=self._running,
-            tenants=self._tenants,
-            forecast=self._forecast,
-            gate=self._gate,
-            step_times=self._step_times,
-            shares=TierShares(),
-        )
         self._preemptor = Preemptor(books)
         self._admission = Admission(books, self._preemptor)
         self._precedence = Precedence(books)

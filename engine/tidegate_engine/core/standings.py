@@ -30,6 +30,7 @@ class Wait(enum.StrEnum):
 
 _WAITS = {
     Reason.NO_SLOT: Wait.SLOT,
+    Reason.ITL_TARGET: Wait.SLOT,
     Reason.PARTIAL_PREFILLS: Wait.SLOT,
     Reason.NO_BLOCKS: Wait.KV,
     Reason.WATERMARK: Wait.KV,

@@ -105,6 +105,7 @@ class TtftForecast:
         self._tenants = books.tenants
         self._forecast = books.forecast
         self._step_times = books.step_times
+        self._itl = books.itl
         self._drain = DrainShares(books)
         self._seen = -1
         self._final_blocks = 0
@@ -139,7 +140,9 @@ class TtftForecast:
         def wait(ahead: Backlog, share: float) -> float:
             mean_prompt = (ahead.prompt_tokens + prompt_tokens) / (ahead.requests + 1)
             fitting = self._num_fitting(mean_prompt + outputs)
-            free = min(places(limits) - self._running.num_places, fitting)
+            within_itl = self._itl.num_fitting(tenant.tier_value, mean_prompt + outputs)
+            left = places(limits) - self._running.num_places
+            free = int(min(left, fitting, within_itl))
             placing = self._seconds_to_place(tenant, ahead, free=free, outputs=outputs)
             # Prompts ahead are read while places are waited for: the longer of the two counts.
             return max(placing, self._seconds_to_read(ahead.prompt_tokens, limits)) / share

@@ -77,7 +77,8 @@ def test_long_runs_meet_everything_and_break_no_invariant() -> None:
         driver = RandomDriver(seed, given=(), drawn=ANY, checks_books=False)
         driver.run(150)
         happened += driver.world.happened
-    assert [name for name in HAPPENED if happened[name] < 3] == []
+    watched = (*HAPPENED, "held itl_target")
+    assert [name for name in watched if happened[name] < 3] == []
 
 
 def plans_of(seed: int, *, repeats_policy: bool) -> list[StepPlan]:

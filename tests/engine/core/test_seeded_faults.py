@@ -10,6 +10,7 @@ from tidegate_engine.core import arrival as arrival_module
 from tidegate_engine.core.admission import Admission
 from tidegate_engine.core.batch import Batch
 from tidegate_engine.core.flights import Flight, Flights
+from tidegate_engine.core.itl import ItlTargets
 from tidegate_engine.core.kv_memory import KvMemory
 from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.plan import StepPlan
@@ -45,6 +46,15 @@ from tidegate_testing.seeded_faults import (
 @fault(Invariant.TOKEN_BUDGET)
 def a_step_computes_too_many_tokens(monkeypatch: Patch) -> None:
     monkeypatch.setattr("tidegate_engine.core.batch.prefill_budget", lambda *_: 1000)
+
+
+@fault(Invariant.STANDING, *TWO_TIERS)
+def lower_decodes_stand_back_for_nobodys_target(monkeypatch: Patch) -> None:
+    def highest(_: ItlTargets, decodes: list[Sequence], __: object) -> list[Sequence]:
+        top = max((seq.tenant.tier_value for seq in decodes), default=0)
+        return [seq for seq in decodes if seq.tenant.tier_value == top]
+
+    monkeypatch.setattr(ItlTargets, "take_turns", highest)
 
 
 @fault(Invariant.STANDING, *TWO_TIERS)

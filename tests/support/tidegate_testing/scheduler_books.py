@@ -207,7 +207,9 @@ def _used(stats: SchedulerStats) -> dict[str, int]:
 
 
 def _running_of(live: Sequence[Seen]) -> Counter[str]:
-    return Counter(seen.tenant for seen in live if seen.place is Place.RUNNING)
+    # Who is on its way in has a place already, which a limit that is lowered doesn't take from it.
+    in_batch = (Place.RUNNING, Place.ARRIVING)
+    return Counter(seen.tenant for seen in live if seen.place in in_batch)
 
 
 _STATES = ("waiting", "running", "swapped")

@@ -27,7 +27,7 @@ class Invariant(enum.StrEnum):
     REVISION = "a step is planned under one policy, the newest"
     ENDED = "no plan contains a request that has ended"
     ROWS = "a row goes on where its request stands"
-    STANDING = "a decode stands still for lack of a block, or leaves the step to a higher prompt"
+    STANDING = "a decode stands still for lack of a block, a higher prompt or a higher ITL target"
     OUTPUT = "an output is what it is alone"
     FINISH = "a request ends when its output does"
     MOVES = "requests are where the plans put them"

@@ -69,7 +69,7 @@ _OTHER_TRAITS: Traits = {
     "reclaims nothing": {"reclaims": False},
     "first token in 0.1 s": {"ttft_seconds": 0.1},
     "refused rather than late": {"ttft_seconds": 0.2, "sheds": True},
-    "next token in 12 ms": {"itl_seconds": 0.012},
+    "next token in 60 ms": {"itl_seconds": 0.06},
     "queued for 0.3 s": {"queue_timeout_seconds": 0.3},
     "done in 1 s": {"request_timeout_seconds": 1.0},
     "held": {"stop": StopPolicy.HOLD},

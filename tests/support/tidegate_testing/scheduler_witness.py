@@ -1,6 +1,6 @@
 """Watches a scheduler from outside: told of every call and its answer, it says what is wrong."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import inf
 
 from tidegate_engine.core.decisions import Decision, Verdict
@@ -336,6 +336,7 @@ class Witness:
         tiers = {row.request_id: self.view.tier_of(self._live[row.request_id]) for row in plan.rows}
         reading = [tiers[row.request_id] for row in plan.rows if not row.is_decode]
         top = max((tier.value for tier in reading if tier.preempts_lower), default=None)
+        timed = max(self._timed(plan), default=None)
         for seen in running:
             is_decode = seen.num_outputs > 0 and seen.computed == len(seen.tokens) - 1
             has_block = len(seen.table or ()) * self._block_size >= len(seen.tokens)
@@ -344,7 +345,17 @@ class Witness:
             value = self.view.tier_of(seen).value
             is_higher = top is not None and top > value
             is_alone = all(tier.value > value for tier in tiers.values())
-            require(is_higher and is_alone, Invariant.STANDING, seen.request.request_id, plan.rows)
+            takes_turns = timed is not None and timed > value
+            takes_turns &= any(tier.value == value for tier in tiers.values())
+            is_right = (is_higher and is_alone) or takes_turns
+            require(is_right, Invariant.STANDING, seen.request.request_id, plan.rows)
+
+    def _timed(self, plan: StepPlan) -> Iterator[int]:
+        """Yield the tiers of the decodes in a step that have an inter-token latency target."""
+        for row in plan.rows:
+            seen = self._live[row.request_id]
+            if row.is_decode and self.view.rules[seen.tenant].service.itl_seconds is not None:
+                yield self.view.tier_of(seen).value
 
     # -- what steps give -------------------------------------------------------------------------
 
