@@ -46,8 +46,8 @@ class Accounts:
         num_decodes = len(decodes)
         outputs, ended = _append_all(decodes, sampled[:num_decodes])
         rest = iter(sampled[num_decodes:])
-        self._running.context_tokens += len(outputs)
         served, by_tier = self._served_decodes(decodes, num_rows=len(outputs))
+        self._running.context_by_tier.update(by_tier)
         read: list[Sequence] = []
         first_tokens: list[SampledToken | None] = []
         for row in plan.rows[num_decodes:]:

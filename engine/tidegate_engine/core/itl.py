@@ -134,15 +134,23 @@ class ItlTargets:
         if self._seen != self._running.version:
             self._seen = self._running.version
             self._least_target = self._least()
-            self._loads = {}
-            for seq in (*self._running.decoding, *self._running.prefilling):
+            running = self._running
+            self._loads = {
+                value: _Load(number, running.context_by_tier[value])
+                for value, number in running.decodes_by_tier.items()
+            }
+            for value, target in running.targets_by_tier:
+                self._loads[value].add(_Load(target=self._binding(target)))
+            for seq in running.prefilling:
                 self._loads.setdefault(seq.tenant.tier_value, _Load()).add(self._load_of(seq))
         return self._loads
 
     def _load_of(self, seq: Sequence) -> _Load:
-        target = seq.tenant.rule.service.itl_seconds
-        binds = target is not None and target >= self._least_target
-        return _Load(1, seq.num_tokens, target if target is not None and binds else inf)
+        return _Load(1, seq.num_tokens, self._binding(seq.tenant.rule.service.itl_seconds))
+
+    def _binding(self, target: float | None) -> float:
+        """Return a target, or infinity in place of one that binds nobody."""
+        return inf if target is None or target < self._least_target else target
 
     def _least(self) -> float:
         """Return the least target that a decode which is alone in its step meets."""

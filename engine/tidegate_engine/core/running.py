@@ -42,10 +42,12 @@ class Running:
         decoding: Those whose next step computes one output token.
         prefilling: Those whose prompt, or context after a recompute, is being read.
         arriving: Those whose KV is being copied from the host: they hold a place in the batch.
-        context_tokens: Context of all decodes together.
+        context_by_tier: Context of the decodes of each tier, by its value.
         version: Grows whenever somebody joins, leaves or begins to come in.
         decodes_by_tenant: How many of the decodes each tenant has.
-        decodes_by_tier: And how many each tier has, by its value.
+        decodes_by_tier: And how many each tier has.
+        targets_by_tier: Inter-token latency targets of the decodes of each tier, in seconds, and
+            how many have each.
         committed_cost: Service that the requests of each tier are expected to take yet.
     """
 
@@ -54,12 +56,12 @@ class Running:
         self.prefilling: dict[Sequence, None] = {}
         self.arriving: dict[Sequence, None] = {}
         self.version = 0
-        self.context_tokens = 0
+        self.context_by_tier: Counter[int] = Counter()
         self.decodes_by_tenant: Counter[Tenant] = Counter()
         self.decodes_by_tier: Counter[int] = Counter()
         self.committed_cost: dict[int, float] = {}
+        self.targets_by_tier: Counter[tuple[int, float]] = Counter()
         self._by_tier: Counter[int] = Counter()
-        self._itl_targets: Counter[float] = Counter()
 
     def __len__(self) -> int:
         return len(self.decoding) + len(self.prefilling)
@@ -76,9 +78,14 @@ class Running:
         return len(self.decoding) + len(self.prefilling) + len(self.arriving)
 
     @property
+    def context_tokens(self) -> int:
+        """Context of all decodes together."""
+        return sum(self.context_by_tier.values())
+
+    @property
     def load(self) -> DecodeLoad:
         """What all decodes together bring into a step."""
-        tightest_itl = min(self._itl_targets, default=None)
+        tightest_itl = min((target for _, target in self.targets_by_tier), default=None)
         return DecodeLoad(len(self.decoding), self.context_tokens, tightest_itl)
 
     def has_below(self, tier_value: int) -> bool:
@@ -133,12 +140,12 @@ class Running:
             del self.prefilling[seq]
             return
         del self.decoding[seq]
-        self.context_tokens -= seq.num_tokens
+        self.context_by_tier[tenant.tier_value] -= seq.num_tokens
         _count_down(self.decodes_by_tenant, tenant)
         _count_down(self.decodes_by_tier, tenant.tier_value)
         target = tenant.rule.service.itl_seconds
         if target is not None:
-            _count_down(self._itl_targets, target)
+            _count_down(self.targets_by_tier, (tenant.tier_value, target))
 
     def commit_cost(self, tier_value: int, cost: float) -> None:
         """Add to the service that a tier's requests are expected to take yet."""
@@ -162,8 +169,14 @@ class Running:
         self._by_tier = Counter(seq.tenant.tier_value for seq in self)
         self.decodes_by_tenant = Counter(seq.tenant for seq in self.decoding)
         self.decodes_by_tier = Counter(seq.tenant.tier_value for seq in self.decoding)
-        targets = (seq.tenant.rule.service.itl_seconds for seq in self.decoding)
-        self._itl_targets = Counter(target for target in targets if target is not None)
+        self.context_by_tier = Counter()
+        for seq in self.decoding:
+            self.context_by_tier[seq.tenant.tier_value] += seq.num_tokens
+        self.targets_by_tier = Counter(
+            (seq.tenant.tier_value, target)
+            for seq in self.decoding
+            if (target := seq.tenant.rule.service.itl_seconds) is not None
+        )
 
     def check_invariants(self) -> None:
         """Verify the counts.
@@ -171,14 +184,11 @@ class Running:
         Raises:
             AssertionError: They are wrong.
         """
-        by_tier, targets = self._by_tier, self._itl_targets
-        context_tokens = sum(seq.num_tokens for seq in self.decoding)
+        by_tier, targets, context = self._by_tier, self.targets_by_tier, self.context_by_tier
         if Counter(s.tenant for s in self.arriving) != Counter(
             {s.tenant: s.tenant.arriving for s in self.arriving}
         ):
             raise AssertionError("the tenants' requests on their way in are miscounted")
-        if context_tokens != self.context_tokens:
-            raise AssertionError(f"decodes have {context_tokens} tokens, not {self.context_tokens}")
         if Counter(seq.tenant for seq in self.decoding) != self.decodes_by_tenant:
             raise AssertionError("the tenants' decodes are miscounted")
         if Counter(seq.tenant.tier_value for seq in self.decoding) != self.decodes_by_tier:
@@ -186,8 +196,9 @@ class Running:
         version = self.version
         self.recount()
         self.version = version
-        if (by_tier, targets) != (self._by_tier, self._itl_targets):
-            raise AssertionError(f"running requests are counted as {by_tier} and {targets}")
+        counted = (by_tier, targets, context)
+        if counted != (self._by_tier, self.targets_by_tier, self.context_by_tier):
+            raise AssertionError(f"running requests are counted as {counted}")
         self._check_phases()
 
     def _check_phases(self) -> None:
@@ -203,12 +214,12 @@ class Running:
 
     def _add_decode(self, seq: Sequence) -> None:
         self.decoding[seq] = None
-        self.context_tokens += seq.num_tokens
+        self.context_by_tier[seq.tenant.tier_value] += seq.num_tokens
         self.decodes_by_tenant[seq.tenant] += 1
         self.decodes_by_tier[seq.tenant.tier_value] += 1
         target = seq.tenant.rule.service.itl_seconds
         if target is not None:
-            self._itl_targets[target] += 1
+            self.targets_by_tier[seq.tenant.tier_value, target] += 1
 
 
 def _count_down(counter: Counter[_Key], key: _Key) -> None:

@@ -20,7 +20,7 @@ def the_context_of_decodes_is_miscounted(monkeypatch: Patch) -> None:
 
     def end_and_miscount(running: Running, seq: Sequence) -> None:
         end_prefill(running, seq)
-        running.context_tokens += 1
+        running.context_by_tier[0] += 1
 
     monkeypatch.setattr(Running, "end_prefill", end_and_miscount)
 
