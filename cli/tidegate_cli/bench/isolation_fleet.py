@@ -154,7 +154,7 @@ class SimulatedEngine:
     def _happen(self, event: _Event, now: float) -> None:
         planned = event.request
         if event.kind is _Kind.ARRIVES:
-            rejection = self._replay.submit(self._request(planned), arrived_at=event.at)
+            rejection = self._replay.submit(self._request(planned))
             if rejection is not None:
                 self._refused(planned, rejection, now)
             elif not planned.is_read:
@@ -181,6 +181,7 @@ class SimulatedEngine:
             prompt_ids=(own, *(0,) * (planned.prompt_tokens - 1)),
             max_output_tokens=planned.output_tokens,
             sampling=_SAMPLING,
+            arrived_at=planned.at_seconds,
         )
 
 

@@ -55,7 +55,7 @@ class Arrivals:
             revision: Of the policy in force.
             num_waiting: Requests of all tenants that are not in the batch.
             limits: In force.
-            now: On the scheduler's clock.
+            now: On the scheduler's clock; the request may have come before.
         """
         own = self._tenants.declared(request.tenant)
         if own is None:
@@ -86,7 +86,7 @@ class Arrivals:
             request,
             tenant,
             arrival=self.accepted,
-            now=now,
+            arrived_at=request.came_at(now),
             cap_tokens=cap_tokens,
             block_size=self._memory.pool.block_size,
             step_times=self._step_times,
@@ -162,7 +162,7 @@ def new_sequence(
     tenant: Tenant,
     *,
     arrival: int,
-    now: float,
+    arrived_at: float,
     cap_tokens: int,
     block_size: int,
     step_times: StepTimeModel,
@@ -173,7 +173,7 @@ def new_sequence(
         request: The arrival.
         tenant: Who sent it.
         arrival: Its number.
-        now: On the scheduler's clock.
+        arrived_at: When it came, on the scheduler's clock.
         cap_tokens: The longest context that the tenant could ever hold in KV memory.
         block_size: Tokens in a KV block.
         step_times: What reading its prompt will take, to tell by when it has to begin.
@@ -186,7 +186,7 @@ def new_sequence(
         request_id=request.request_id,
         tenant=tenant,
         arrival=arrival,
-        arrived_at=now,
+        arrived_at=arrived_at,
         max_output_tokens=max_output_tokens,
         max_tokens=length + max_output_tokens,
         most_blocks=-(-(length + max_output_tokens - 1) // block_size),
@@ -204,7 +204,7 @@ def new_sequence(
     ttft_seconds = ttft_target(request, tenant)
     if ttft_seconds is not None:
         prefill = StepFeatures(length, 0, 0, length * (length + 1) // 2)
-        seq.deadline = now + ttft_seconds
+        seq.deadline = arrived_at + ttft_seconds
         seq.latest_start = seq.deadline - step_times.predict(prefill)
     return seq
 

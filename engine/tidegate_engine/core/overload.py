@@ -63,18 +63,19 @@ class Overload:
         """Tell why an arrival is shed, or None."""
         wanted, target = ttft_target(request, tenant), _shed_target(request, tenant)
         sheds = tenant.rule.service.sheds and not self._is_owed(request, tenant)
+        came_at = request.came_at(now)
         if sheds and wanted is not None and target is not None:
             predicted = self.ttft.predict(
                 tenant,
                 len(request.prompt_ids),
                 request.max_output_tokens,
-                own_ahead=tenant.queue.ahead_of(now + wanted),
+                own_ahead=tenant.queue.ahead_of(came_at + wanted),
                 limits=limits,
             )
-            if predicted > target:
+            in_all = now - came_at + predicted
+            if in_all > target:
                 return _shed(
-                    f"the first token is expected after {predicted:.1f} s, the target is"
-                    f" {target:g} s",
+                    f"the first token is expected after {in_all:.1f} s, the target is {target:g} s",
                     self._wait(tenant, predicted, now),
                 )
         if tenant.tier_value < 0 and (excess := self._miss_of_others(limits)) > 0:

@@ -157,7 +157,8 @@ class TierQueue:
         resumable: Preempted requests, swapped out or not, in order of their preemption.
         num_queued: Requests in the queues of its tenants.
         num_tokens: Prompt tokens of those.
-        first_wait_at: When its queues were last empty; None while they are.
+        first_wait_at: When the first came of those that were queued since its queues were last
+            empty; None while they are.
         first_latest_start: The least `latest_start` of what has arrived since then, if it had a
             deadline; infinite else.
     """
@@ -184,10 +185,10 @@ class TierQueue:
         """Whether anything waits in the tier."""
         return self.num_queued > 0 or bool(self.resumable)
 
-    def note_arrival(self, seq: Sequence, now: float) -> None:
+    def note_arrival(self, seq: Sequence) -> None:
         """Count a request that joins the queue of one of the tenants."""
-        if not self.num_queued:
-            self.first_wait_at = now
+        first = inf if self.first_wait_at is None else self.first_wait_at
+        self.first_wait_at = min(first, seq.arrived_at)
         if seq.deadline is not None:
             self.first_latest_start = min(self.first_latest_start, seq.latest_start)
         self.num_queued += 1

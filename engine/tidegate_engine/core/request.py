@@ -42,6 +42,8 @@ class Request:
         stop_token_ids: Generation ends with the first of these; empty to ignore end-of-sequence.
         ttft_seconds: When the first token is wanted, counted from arrival; None = as its tenant's
             policy says.
+        arrived_at: When its client's time began, on the scheduler's clock; None = when it is
+            submitted.
     """
 
     request_id: str
@@ -52,6 +54,11 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     ttft_seconds: float | None = None
     tier: str | None = None
+    arrived_at: float | None = None
+
+    def came_at(self, now: float) -> float:
+        """Return when its client's time began, if it is submitted now."""
+        return now if self.arrived_at is None else self.arrived_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -136,10 +136,13 @@ class Scheduler:
         """Queue a request behind the earlier ones of its tenant, or say why not.
 
         Raises:
-            ValueError: Another live request has this id.
+            ValueError: Another live request has this id, or it comes from the future. Nothing has
+                changed.
         """
         if request.request_id in self._live:
             raise ValueError(f"request {request.request_id!r} is live already")
+        if (came_at := request.came_at(now)) > now:
+            raise ValueError(f"request {request.request_id!r} came at {came_at:g}, it is {now:g}")
         seq = self._arrivals.take(
             request,
             revision=self._revision,
@@ -150,7 +153,7 @@ class Scheduler:
         if isinstance(seq, Rejection):
             return seq
         self._live[seq.request_id] = seq
-        self._tenants.enqueue(seq, now)
+        self._tenants.enqueue(seq)
         self._time_limits.watch(seq)
         return None
 

@@ -33,7 +33,7 @@ class Sequence:
     Attributes:
         request_id: The request's id, at hand for the loops over all running requests.
         arrival: Grows with every request; kept over a preemption.
-        arrived_at: On the scheduler's clock.
+        arrived_at: When its client's time began, on the scheduler's clock.
         max_output_tokens: The request's, clipped to what the policy and the pool allow.
         max_tokens: Prompt and most output together.
         token_ids: Prompt and output, in order; output is kept over a preemption.

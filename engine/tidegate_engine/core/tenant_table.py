@@ -62,14 +62,14 @@ class TenantTable:
         """Return the queue of a tenant's tier."""
         return self.tiers[tenant.tier.value]
 
-    def enqueue(self, seq: Sequence, now: float) -> None:
+    def enqueue(self, seq: Sequence) -> None:
         """Queue an arrival; a tenant that becomes backlogged by it is lifted."""
         tenant = seq.tenant
         if not tenant.is_backlogged:
             self._join(tenant)
         tenant.queue.push(seq)
         if not tenant.is_held:
-            self.tier_of(tenant).note_arrival(seq, now)
+            self.tier_of(tenant).note_arrival(seq)
         self.reconsider(tenant)
 
     def dequeue(self, seq: Sequence) -> None:

@@ -7,6 +7,7 @@ after it, but its waiting counts from when it came.
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from tidegate_engine.core.plan import StepPlan
@@ -60,19 +61,14 @@ class Replay:
         self.clock = clock
         self.log = ReplayLog()
 
-    def submit(self, request: Request, *, arrived_at: float | None = None) -> Rejection | None:
-        """Hand a request over at this step boundary.
-
-        Args:
-            request: Its id was not used before in this replay.
-            arrived_at: When it came; None = now.
-        """
+    def submit(self, request: Request) -> Rejection | None:
+        """Hand a request over at this step boundary; its id was not used before in this replay."""
         now = self.clock.now()
         trace = RequestTrace(
             request_id=request.request_id,
             tenant=request.tenant,
             prompt_tokens=len(request.prompt_ids),
-            arrived_at=now if arrived_at is None else arrived_at,
+            arrived_at=request.came_at(now),
         )
         rejection = self.scheduler.submit(request, now)
         self.log.requests[trace.request_id] = trace
@@ -124,7 +120,7 @@ class Replay:
         following = next(upcoming, None)
         while until is None or self.clock.now() < until:
             while following is not None and following.at <= self.clock.now():
-                self.submit(following.request, arrived_at=following.at)
+                self.submit(replace(following.request, arrived_at=following.at))
                 following = next(upcoming, None)
             plan = self.step()
             if plan.is_executable:

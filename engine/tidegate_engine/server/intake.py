@@ -112,6 +112,7 @@ def _intake(
             stop_token_ids=stop_ids,
             ttft_seconds=caller.ttft_seconds,
             tier=caller.tier,
+            arrived_at=caller.arrived_at,
         )
         for number, prompt in enumerate(map(tuple, prompts))
         for choice in range(body.n)

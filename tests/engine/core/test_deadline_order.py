@@ -18,7 +18,12 @@ def an_engine(policy: PolicySnapshot | None = None) -> Simulation:
 
 
 def arrive(
-    engine: Simulation, name: str, ttft_seconds: float | None, *, tenant: str = "acme"
+    engine: Simulation,
+    name: str,
+    ttft_seconds: float | None,
+    *,
+    tenant: str = "acme",
+    arrived_at: float | None = None,
 ) -> None:
     number = len(engine.log.requests)
     engine.accept(
@@ -28,6 +33,7 @@ def arrive(
             output=2,
             request_id=name,
             ttft_seconds=ttft_seconds,
+            arrived_at=arrived_at,
         )
     )
 
@@ -42,6 +48,14 @@ def test_the_earliest_deadline_goes_first() -> None:
     for name, ttft_seconds in (("late", 9.0), ("soon", 3.0), ("middle", 6.0)):
         arrive(engine, name, ttft_seconds)
     assert order(engine) == ["soon", "middle", "late"]
+
+
+def test_a_deadline_counts_from_when_a_request_came() -> None:
+    engine = an_engine()
+    engine.clock.advance(3.0)
+    arrive(engine, "comes now", 3.0)
+    arrive(engine, "came before", 5.0, arrived_at=0.5)
+    assert order(engine) == ["came before", "comes now"]
 
 
 def test_who_was_promised_nothing_comes_after_the_deadlines_and_by_arrival() -> None:

@@ -27,6 +27,7 @@ def arrive(
     prompt: int = 20,
     output: int = 100,
     ttft_seconds: float | None = None,
+    arrived_at: float | None = None,
 ) -> list[Rejection | None]:
     return [
         engine.submit(
@@ -35,6 +36,7 @@ def arrive(
                 prompt=a_prompt(next(_numbers), prompt),
                 output=output,
                 ttft_seconds=ttft_seconds,
+                arrived_at=arrived_at,
             )
         )
         for _ in range(times)
@@ -67,6 +69,16 @@ def test_who_is_let_in_gets_its_first_token_about_when_it_was_due() -> None:
     assert len(waits) >= 8
     assert rejections
     assert max(waits) <= 1.5
+
+
+def test_who_has_waited_already_is_predicted_to_be_later_by_that() -> None:
+    engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
+    engine.clock.advance(5.0)
+    [refused] = arrive(engine, arrived_at=4.005)
+    assert refused is not None
+    assert refused.message == "the first token is expected after 1.0 s, the target is 1 s"
+    assert refused.retry_after_seconds == pytest.approx(0.0125, abs=0.005)
+    assert codes(arrive(engine, arrived_at=4.1)) == [None]
 
 
 def test_a_burst_beyond_the_places_of_an_idle_engine_is_refused() -> None:

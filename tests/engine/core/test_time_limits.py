@@ -30,9 +30,11 @@ def a_policy(*, queue: float | None = None, request: float | None = None) -> Pol
     )
 
 
-def arrive(engine: Simulation, name: str, *, tenant: str = "limited", output: int = 400) -> None:
-    number = len(engine.log.requests)
-    engine.accept(a_request(tenant, prompt=a_prompt(number, 20), output=output, request_id=name))
+def arrive(
+    engine: Simulation, name: str, *, tenant: str = "limited", output: int = 400, **fields: object
+) -> None:
+    prompt = a_prompt(len(engine.log.requests), 20)
+    engine.accept(a_request(tenant, prompt=prompt, output=output, request_id=name, **fields))
 
 
 def test_who_waits_too_long_is_dropped_when_its_time_is_up() -> None:
@@ -96,6 +98,30 @@ def test_who_takes_too_long_is_dropped_wherever_it_is_and_frees_what_it_held(sta
     stats = engine.scheduler.stats()
     assert stats.tenants["limited"].kv_used_blocks == 0
     assert stats.host_used_blocks == 0
+
+
+@pytest.mark.parametrize("limit", ["queue", "request"])
+def test_a_limit_counts_from_when_a_request_came_and_not_from_when_it_is_submitted(
+    limit: str,
+) -> None:
+    engine = a_simulation(a_policy(**{limit: 1.0}), blocks=100, max_num_seqs=1)
+    arrive(engine, "blocker", tenant="other")
+    engine.run_until(2.0)
+    arrive(engine, "came before", arrived_at=1.2)
+    arrive(engine, "comes now")
+    while not engine.step().expired:
+        assert engine.clock.now() < 2.3
+    assert engine.clock.now() >= 2.2
+    arrive(engine, "too late already", arrived_at=1.0)
+    assert [expiry.request_id for expiry in engine.step().expired] == ["too late already"]
+
+
+def test_nobody_comes_from_the_future() -> None:
+    engine = a_simulation(a_policy(request=1.0), blocks=100)
+    with pytest.raises(ValueError, match="'early' came at 2, it is 0"):
+        arrive(engine, "early", arrived_at=2.0)
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.stats().arrivals == 0
 
 
 def test_the_plan_names_the_next_limit_when_only_time_can_change_it() -> None:

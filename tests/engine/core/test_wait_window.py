@@ -121,6 +121,14 @@ def test_a_tiers_own_window_goes_before_the_pools() -> None:
     assert engine.step().admitted == ("first",)
 
 
+def test_the_window_begins_when_the_first_came(engine: Simulation) -> None:
+    engine.clock.advance(1.0)
+    arrive(engine, "now")
+    assert engine.step().wake_at == 1.0 + WINDOW
+    engine.accept(a_request(prompt=a_prompt(9, 20), request_id="before", arrived_at=0.9))
+    assert engine.step().wake_at == 0.9 + WINDOW
+
+
 def test_without_a_window_nobody_is_held() -> None:
     engine = a_simulation(a_policy(pool_window=None), blocks=100)
     arrive(engine, "first")

@@ -17,7 +17,7 @@ from tidegate_engine.server.served_model import ServedModel
 from tidegate_testing.engines import MODEL, HeldTokenizer, a_served_model
 
 MOST_ASYNCIO_THREADS = 32
-CALLER = Caller(tenant="acme", request_id="g", arrived_at=0.0, ttft_seconds=0.25)
+CALLER = Caller(tenant="acme", request_id="g", arrived_at=2.5, ttft_seconds=0.25)
 
 
 async def take(model: ServedModel, **fields: object) -> Intake:
@@ -32,11 +32,12 @@ async def test_choices_share_their_prompt() -> None:
     assert (len(hello), len(bye)) == (5, 3)
 
 
-async def test_every_choice_is_its_callers_and_as_urgent() -> None:
+async def test_every_choice_is_its_callers_came_with_it_and_is_as_urgent() -> None:
     intake = await take(a_served_model(), prompt="Hello", n=2)
     assert [request.request_id for request in intake.requests] == ["g.0", "g.1"]
     assert {request.tenant for request in intake.requests} == {"acme"}
     assert {request.ttft_seconds for request in intake.requests} == {0.25}
+    assert {request.arrived_at for request in intake.requests} == {2.5}
 
 
 async def test_what_is_said_reaches_the_sampler_and_the_rest_is_as_openai_has_it() -> None:

@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from tidegate_engine.server.intake import ENCODE_INLINE_CHARS
 from tidegate_policies.rules import ServiceRule, StopPolicy
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.cluster import eventually
@@ -90,6 +91,28 @@ def test_of_several_choices_that_wait_too_long_all_are_dropped(*, stream: bool) 
     with a_running_engine(policy) as engine:
         check_error(complete(engine, {**LONG, "stream": stream, "n": 3}), 504, "queue_timeout")
         assert cancelled(engine, "queue_timeout", "waiting") == 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "service"),
+    [
+        ("queue_timeout", ServiceRule(queue_timeout_seconds=3600)),
+        ("request_timeout", ServiceRule(request_timeout_seconds=3600)),
+    ],
+)
+def test_the_time_in_which_a_prompt_is_encoded_counts(limit: str, service: ServiceRule) -> None:
+    clock, tokenizer = AheadClock(), HeldTokenizer()
+    model = a_served_model(tokenizer=tokenizer)
+    with a_running_engine(a_policy(service=service), model=model, clock=clock) as engine:
+        client = engine.http()
+        with ThreadPoolExecutor() as clients:
+            body = {**SHORT, "prompt": "a" * (ENCODE_INLINE_CHARS + 1)}
+            answer = clients.submit(client.post, "/v1/completions", json=body)
+            tokenizer.begun.wait()
+            clock.ahead_seconds = 3600
+            tokenizer.released.set()
+            check_error(answer.result(), 504, limit)
+        assert cancelled(engine, limit, "waiting") == 1
 
 
 def test_an_answer_that_takes_too_long_is_504() -> None:

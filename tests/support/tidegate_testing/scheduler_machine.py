@@ -32,6 +32,7 @@ DECODE_SECONDS = (0.0005, 0.02)
 
 _GARBAGE = (-7,) * BLOCK_SIZE
 _FEW = st.integers(0, 4)
+_WAITED = st.sampled_from([0.0, 0.0, 0.02, 0.25])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,12 +124,13 @@ class World:
             limits=size.limits,
         )
 
-    def submit(self, request: Request) -> None:
-        """Let a request arrive, under an id of its own."""
+    def submit(self, request: Request, *, waited: float = 0.0) -> None:
+        """Let a request arrive, under an id of its own, that came so many seconds ago."""
         self.arrivals += 1
-        named = replace(request, request_id=f"r{self.arrivals:03}")
-        rejection = self.scheduler.submit(named, self.clock.now())
-        self.witness.submitted(named, rejection, self.clock.now())
+        now = self.clock.now()
+        named = replace(request, request_id=f"r{self.arrivals:03}", arrived_at=now - waited)
+        rejection = self.scheduler.submit(named, now)
+        self.witness.submitted(named, rejection, now)
         self.check_books()
 
     def cancel(self, seen: Seen) -> None:
@@ -271,10 +273,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.change_policy(policy)
         self.go_on("policy", steps)
 
-    @rule(request=requests(), copies=st.sampled_from([1, 2, 4, 6]), steps=_FEW)
-    def arrive(self, request: Request, copies: int, steps: int) -> None:
+    @rule(request=requests(), copies=st.sampled_from([1, 2, 4, 6]), waited=_WAITED, steps=_FEW)
+    def arrive(self, request: Request, copies: int, waited: float, steps: int) -> None:
         for _ in range(copies):
-            self.world.submit(request)
+            self.world.submit(request, waited=waited)
         self.go_on("arrive", steps)
 
     @rule(request=requests(), other=requests(), steps=_FEW)

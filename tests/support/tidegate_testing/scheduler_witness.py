@@ -91,7 +91,7 @@ class Witness:
         seen = Seen(
             request=request,
             rule=rule,
-            arrived_at=now,
+            arrived_at=request.came_at(now),
             revision=self.view.revision,
             limit=limit,
             least_limit=limit,
