@@ -329,6 +329,7 @@ class Scheduler:
         for seq in self._stops.obey(snapshot, self._live, at=min(came_at, now)):
             self._stopped.append(seq.request_id)
             self._drop(seq, Verdict.STOPPED, Reason.TENANT_STOPPED)
+        self._time_limits.obey(self._live.values())
         self._admission.obey(self._limits)
         self.standings.obey(self._limits)
 

@@ -1,11 +1,14 @@
 """Requests that may only wait, or only take, so long: who is due."""
 
 import heapq
+from collections.abc import Iterable, Iterator
 
 from tidegate_engine.core.plan import Expiry, ExpiryCause
 from tidegate_engine.core.sequence import Phase, Sequence
 
 _MAX_TOMBSTONES = 256
+
+_Limit = tuple[float, int, ExpiryCause, Sequence]
 
 
 class TimeLimits:
@@ -16,23 +19,19 @@ class TimeLimits:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, ExpiryCause, Sequence]] = []
+        self._heap: list[_Limit] = []
         self._most = _MAX_TOMBSTONES
 
     def watch(self, seq: Sequence) -> None:
         """Note the limits that the policy in force sets for an arrival."""
-        service = seq.tenant.rule.service
-        for seconds, cause in (
-            (service.queue_timeout_seconds, ExpiryCause.QUEUE_TIMEOUT),
-            (service.request_timeout_seconds, ExpiryCause.REQUEST_TIMEOUT),
-        ):
-            if seconds is not None:
-                entry = (seq.arrived_at + seconds, seq.arrival, cause, seq)
-                heapq.heappush(self._heap, entry)
+        for limit in _limits(seq):
+            heapq.heappush(self._heap, limit)
         if len(self._heap) > self._most:
-            self._heap = [entry for entry in self._heap if _is_pending(entry[2], entry[3])]
-            heapq.heapify(self._heap)
-            self._most = 2 * len(self._heap) + _MAX_TOMBSTONES
+            self._put(limit for limit in self._heap if _is_pending(*limit[2:]))
+
+    def obey(self, live: Iterable[Sequence]) -> None:
+        """Hold all requests to the limits that the policy in force sets, and to no others."""
+        self._put(limit for seq in live for limit in _limits(seq))
 
     def pop_due(self, now: float) -> list[tuple[Sequence, Expiry]]:
         """Take out the requests whose limit is reached, in order."""
@@ -51,6 +50,22 @@ class TimeLimits:
         while self._heap and not _is_pending(*self._heap[0][2:]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
+
+    def _put(self, limits: Iterable[_Limit]) -> None:
+        """Have these in place of all before."""
+        self._heap = list(limits)
+        heapq.heapify(self._heap)
+        self._most = 2 * len(self._heap) + _MAX_TOMBSTONES
+
+
+def _limits(seq: Sequence) -> Iterator[_Limit]:
+    service = seq.tenant.rule.service
+    for seconds, cause in (
+        (service.queue_timeout_seconds, ExpiryCause.QUEUE_TIMEOUT),
+        (service.request_timeout_seconds, ExpiryCause.REQUEST_TIMEOUT),
+    ):
+        if seconds is not None:
+            yield seq.arrived_at + seconds, seq.arrival, cause, seq
 
 
 def _is_pending(cause: ExpiryCause, seq: Sequence) -> bool:

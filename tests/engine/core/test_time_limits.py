@@ -144,3 +144,61 @@ def test_of_two_limits_at_once_a_request_is_dropped_for_one() -> None:
     engine.clock.advance(1.5)
     assert [expiry.request_id for expiry in engine.step().expired] == ["waits"]
     assert engine.scheduler.stats().tenants["limited"].expired == 1
+
+
+def ended_at(limit: str, before: float | None, after: float | None) -> float | None:
+    """Return when who waits or runs, as `limit` says, is dropped: 0.5 s after it came that changes.
+
+    None = it gets its whole output.
+    """
+    engine = a_simulation(a_policy(**{limit: before}), blocks=100, max_num_seqs=1)
+    arrive(engine, "request", tenant="limited" if limit == "request" else "other", output=150)
+    arrive(engine, "queue", output=5)
+    engine.run_until(0.5)
+    engine.obey(a_policy(**{limit: after}))
+    engine.drain()
+    trace = engine.log.requests[limit]
+    return None if trace.outcome is Outcome.LENGTH else trace.ended_at
+
+
+@pytest.mark.parametrize("limit", ["queue", "request"])
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        pytest.param(None, 0.8, 0.8, id="set"),
+        pytest.param(None, 0.3, 0.5, id="set to what is over"),
+        pytest.param(0.8, None, None, id="removed"),
+        pytest.param(0.8, 1.2, 1.2, id="longer"),
+        pytest.param(1.2, 0.8, 0.8, id="shorter"),
+        pytest.param(0.8, 0.8, 0.8, id="the same"),
+    ],
+)
+def test_a_changed_limit_holds_for_who_is_there_from_its_arrival(
+    limit: str, before: float | None, after: float | None, expected: float | None
+) -> None:
+    assert ended_at(limit, before, after) == (
+        None if expected is None else pytest.approx(expected, abs=0.03)
+    )
+
+
+def test_who_is_in_no_policy_any_more_keeps_the_limits_that_it_had() -> None:
+    engine = a_simulation(a_policy(request=1.0), blocks=100)
+    arrive(engine, "deserted")
+    engine.step()
+    engine.obey(a_snapshot(a_tenant("other")))
+    engine.drain()
+    assert engine.log.requests["deserted"].outcome is Outcome.REQUEST_TIMEOUT
+
+
+def test_after_a_change_the_plan_names_the_limit_that_holds_now() -> None:
+    engine = a_simulation(a_policy(), blocks=100)
+    arrive(engine, "held", tenant="held")
+    assert engine.step().wake_at == 0.4
+    engine.obey(a_snapshot(a_tenant("held", stop=StopPolicy.HOLD)))
+    assert engine.step().wake_at is None
+    engine.obey(
+        a_snapshot(
+            a_tenant("held", stop=StopPolicy.HOLD, service=ServiceRule(request_timeout_seconds=9.0))
+        )
+    )
+    assert engine.step().wake_at == 9.0

@@ -86,6 +86,16 @@ def test_who_waits_too_long_for_the_first_token_gets_504(*, stream: bool) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_a_limit_that_is_set_later_holds_for_who_waits_already(*, stream: bool) -> None:
+    with a_running_engine(a_policy(stop=StopPolicy.HOLD)) as engine:
+        answer = complete_later(engine, {**LONG, "stream": stream})
+        limited = ServiceRule(queue_timeout_seconds=0.05)
+        engine.apply(a_policy(stop=StopPolicy.HOLD, service=limited))
+        check_error(answer.result(), 504, "queue_timeout")
+        assert engine.is_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_of_several_choices_that_wait_too_long_all_are_dropped(*, stream: bool) -> None:
     policy = a_policy(stop=StopPolicy.HOLD, service=ServiceRule(queue_timeout_seconds=0.05))
     with a_running_engine(policy) as engine:

@@ -41,7 +41,6 @@ class Seen:
     """One accepted request.
 
     Attributes:
-        rule: Of its tenant when it arrived.
         has_shared: Whether its tenant shared its prefixes at any time in its life.
         lower: The tier below its tenant's that it is in; None = its tenant's.
         revision: In force when it arrived.
@@ -57,7 +56,6 @@ class Seen:
     """
 
     request: Request
-    rule: TenantRule
     arrived_at: float
     revision: int
     limit: int

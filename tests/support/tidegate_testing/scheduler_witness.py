@@ -90,7 +90,6 @@ class Witness:
         limit = min(request.max_output_tokens, room, rule.max_output_tokens or room)
         seen = Seen(
             request=request,
-            rule=rule,
             arrived_at=request.came_at(now),
             revision=self.view.revision,
             limit=limit,
@@ -236,14 +235,22 @@ class Witness:
 
     def _check_expired(self, plan: StepPlan, now: float) -> None:
         named = [expiry.request_id for expiry in plan.expired]
-        due = [s.request.request_id for s in self.live if _due_at(s) <= now]
+        due = [s.request.request_id for s in self.live if self._due_at(s) <= now]
         require(sorted(named) == sorted(due), Invariant.TIME_LIMITS, named, "instead of", due)
         for request_id in due:
             self._end(self._live[request_id], "expired")
-        next_due = min((_due_at(seen) for seen in self.live), default=inf)
+        next_due = min((self._due_at(seen) for seen in self.live), default=inf)
         if not plan.is_executable and next_due < inf:
             is_awake = plan.wake_at is not None and plan.wake_at <= next_due
             require(is_awake, Invariant.TIME_LIMITS, plan.wake_at, "sleeps past", next_due)
+
+    def _due_at(self, seen: Seen) -> float:
+        """Return when a request's next time limit is reached."""
+        service = self.view.rules[seen.tenant].service
+        limits = [service.request_timeout_seconds]
+        if not seen.was_admitted:
+            limits.append(service.queue_timeout_seconds)
+        return min((seen.arrived_at + seconds for seconds in limits if seconds), default=inf)
 
     def _join(self) -> list[str]:
         """Take those in whose blocks are back from the host."""
@@ -407,12 +414,3 @@ class Witness:
             stats, self.live, list(self._flights.values()), is_open=self._is_open
         )
         self._fairness.settle(stats, self.live)
-
-
-def _due_at(seen: Seen) -> float:
-    """Return when a request's next time limit is reached."""
-    service = seen.rule.service
-    limits = [service.request_timeout_seconds]
-    if not seen.was_admitted:
-        limits.append(service.queue_timeout_seconds)
-    return min((seen.arrived_at + seconds for seconds in limits if seconds), default=inf)
