@@ -44,6 +44,8 @@ class Request:
             policy says.
         arrived_at: When its client's time began, on the scheduler's clock; None = when it is
             submitted.
+        generation_id: What it is a choice of: once one is admitted, the others may wait for longer
+            than their tenant's policy allows. None = it is alone.
     """
 
     request_id: str
@@ -55,10 +57,18 @@ class Request:
     ttft_seconds: float | None = None
     tier: str | None = None
     arrived_at: float | None = None
+    generation_id: str | None = None
 
     def came_at(self, now: float) -> float:
-        """Return when its client's time began, if it is submitted now."""
-        return now if self.arrived_at is None else self.arrived_at
+        """Return when its client's time began, if it is submitted now.
+
+        Raises:
+            ValueError: It hasn't begun yet.
+        """
+        came_at = now if self.arrived_at is None else self.arrived_at
+        if came_at > now:
+            raise ValueError(f"request {self.request_id!r} came at {came_at:g}, it is {now:g}")
+        return came_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

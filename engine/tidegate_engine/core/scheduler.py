@@ -136,13 +136,10 @@ class Scheduler:
         """Queue a request behind the earlier ones of its tenant, or say why not.
 
         Raises:
-            ValueError: Another live request has this id, or it comes from the future. Nothing has
-                changed.
+            ValueError: Another live request has this id, or it comes from the future.
         """
         if request.request_id in self._live:
             raise ValueError(f"request {request.request_id!r} is live already")
-        if (came_at := request.came_at(now)) > now:
-            raise ValueError(f"request {request.request_id!r} came at {came_at:g}, it is {now:g}")
         seq = self._arrivals.take(
             request,
             revision=self._revision,
@@ -298,6 +295,7 @@ class Scheduler:
             AssertionError: They don't.
         """
         check_books(self._books, list(self._live.values()), self._joining)
+        self._time_limits.check_invariants(self._live.values())
 
     # -- planning --------------------------------------------------------------------------------
 
@@ -434,6 +432,7 @@ class Scheduler:
             self._running.stop_expecting(seq)
             self._joining = [other for other in self._joining if other is not seq]
         self._admission.forget(seq)
+        self._time_limits.forget(seq)
         if self._memory.release(seq):
             self._gate.is_pressed = False
         seq.phase = _ENDED

@@ -113,6 +113,7 @@ def _intake(
             ttft_seconds=caller.ttft_seconds,
             tier=caller.tier,
             arrived_at=caller.arrived_at,
+            generation_id=caller.request_id,
         )
         for number, prompt in enumerate(map(tuple, prompts))
         for choice in range(body.n)

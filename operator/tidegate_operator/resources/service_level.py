@@ -62,15 +62,15 @@ class ServiceLevelSpec(Model):
     queue_timeout: Annotated[
         TimeLimit | None,
         Field(
-            description="Longest wait, up to 24h, until the first token is scheduled, then the "
-            "request is answered 504; default none."
+            description="Longest wait, up to 24h, from a request's arrival until a first token of "
+            "it is scheduled, then it is answered 504; default none."
         ),
     ] = None
     request_timeout: Annotated[
         TimeLimit | None,
         Field(
-            description="End-to-end limit, up to 24h, after which the request is cancelled; "
-            "default none."
+            description="Longest time, up to 24h, from a request's arrival to its end, then it is "
+            "cancelled; default none."
         ),
     ] = None
     on_overload: Annotated[

@@ -28,7 +28,6 @@ HAPPENED = (
 OFTEN = (
     "rows",
     "copies",
-    "deferred",
     "preempted displaced",
     "resumed borrowing",
     "admitted within_nominal",

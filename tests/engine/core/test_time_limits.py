@@ -116,6 +116,58 @@ def test_a_limit_counts_from_when_a_request_came_and_not_from_when_it_is_submitt
     assert [expiry.request_id for expiry in engine.step().expired] == ["too late already"]
 
 
+def test_once_a_choice_is_admitted_the_others_do_not_wait_too_long_any_more() -> None:
+    engine = a_simulation(a_policy(queue=1.0), blocks=100, max_num_seqs=1)
+    arrive(engine, "first", output=150, generation_id="g")
+    arrive(engine, "second", output=150, generation_id="g")
+    engine.step()
+    arrive(engine, "third", output=5, generation_id="g")
+    arrive(engine, "another's", generation_id="h")
+    arrive(engine, "alone")
+    engine.drain()
+    requests = engine.log.requests
+    assert requests["another's"].outcome is requests["alone"].outcome is Outcome.QUEUE_TIMEOUT
+    # The last waits when the first has ended already.
+    assert (requests["first"].ended_at or 0.0) > 1.5
+    assert (requests["third"].admitted_at or 0.0) > 3.0
+    assert {requests[name].outcome for name in ("first", "second", "third")} == {Outcome.LENGTH}
+
+
+def test_a_choice_that_has_ended_was_admitted_all_the_same() -> None:
+    engine = a_simulation(a_policy(), blocks=100, max_num_seqs=1)
+    arrive(engine, "first", output=5, generation_id="g")
+    arrive(engine, "second", generation_id="g")
+    engine.steps(4)
+    arrive(engine, "gold", tenant="other", output=150)
+    engine.cancel("first")
+    engine.obey(a_policy(queue=1.0))
+    engine.drain()
+    assert (engine.log.requests["second"].admitted_at or 0.0) > 1.5
+    assert engine.log.requests["second"].outcome is Outcome.LENGTH
+
+
+def test_of_choices_that_all_wait_too_long_all_are_dropped() -> None:
+    engine = a_simulation(a_policy(queue=1.0), blocks=100, max_num_seqs=1)
+    arrive(engine, "blocker", tenant="other")
+    for name in ("first", "second", "cancelled"):
+        arrive(engine, name, generation_id="g")
+    engine.cancel("cancelled")
+    engine.drain()
+    requests = engine.log.requests
+    assert requests["first"].outcome is requests["second"].outcome is Outcome.QUEUE_TIMEOUT
+
+
+def test_all_choices_together_may_take_no_longer_than_one() -> None:
+    engine = a_simulation(a_policy(request=1.0), blocks=100, max_num_seqs=1)
+    arrive(engine, "first", output=20, generation_id="g")
+    arrive(engine, "second", output=400, generation_id="g")
+    engine.drain()
+    requests = engine.log.requests
+    assert requests["first"].outcome is Outcome.LENGTH
+    assert requests["second"].outcome is Outcome.REQUEST_TIMEOUT
+    assert requests["second"].ended_at == pytest.approx(1.0, abs=0.03)
+
+
 def test_nobody_comes_from_the_future() -> None:
     engine = a_simulation(a_policy(request=1.0), blocks=100)
     with pytest.raises(ValueError, match="'early' came at 2, it is 0"):

@@ -38,6 +38,7 @@ async def test_every_choice_is_its_callers_came_with_it_and_is_as_urgent() -> No
     assert {request.tenant for request in intake.requests} == {"acme"}
     assert {request.ttft_seconds for request in intake.requests} == {0.25}
     assert {request.arrived_at for request in intake.requests} == {2.5}
+    assert {request.generation_id for request in intake.requests} == {"g"}
 
 
 async def test_what_is_said_reaches_the_sampler_and_the_rest_is_as_openai_has_it() -> None:

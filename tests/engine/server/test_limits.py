@@ -103,6 +103,25 @@ def test_of_several_choices_that_wait_too_long_all_are_dropped(*, stream: bool) 
         assert cancelled(engine, "queue_timeout", "waiting") == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_has_a_choice_that_runs_gets_the_others_too_however_long_they_wait(
+    *, stream: bool
+) -> None:
+    clock = AheadClock()
+    policy = a_policy(max_running=1, service=ServiceRule(queue_timeout_seconds=3600))
+    with a_running_engine(policy, step_seconds=0.001, clock=clock) as engine:
+        body = {**LONG, "max_tokens": 400, "ignore_eos": True, "n": 2, "stream": stream}
+        client = engine.http()
+        with ThreadPoolExecutor() as clients:
+            answer = clients.submit(client.post, "/v1/completions", json=body)
+            eventually(lambda: engine.stats().scheduler.running == 1, "a choice that runs")
+            assert engine.stats().scheduler.waiting == 1
+            clock.ahead_seconds = 3600
+            assert answer.result().status_code == 200
+        assert answer.result().text.count('"finish_reason":"length"') == 2
+        assert engine.stats().scheduler.tenants["acme"].expired == 0
+
+
 @pytest.mark.parametrize(
     ("limit", "service"),
     [

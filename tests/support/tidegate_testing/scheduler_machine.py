@@ -273,10 +273,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.world.change_policy(policy)
         self.go_on("policy", steps)
 
-    @rule(request=requests(), copies=st.sampled_from([1, 2, 4, 6]), waited=_WAITED, steps=_FEW)
-    def arrive(self, request: Request, copies: int, waited: float, steps: int) -> None:
+    @rule(
+        request=requests(),
+        copies=st.sampled_from([1, 2, 4, 6]),
+        together=st.booleans(),
+        waited=_WAITED,
+        steps=_FEW,
+    )
+    def arrive(
+        self, request: Request, copies: int, *, together: bool, waited: float, steps: int
+    ) -> None:
+        generation_id = f"g{self.world.arrivals}" if together else None
         for _ in range(copies):
-            self.world.submit(request, waited=waited)
+            self.world.submit(replace(request, generation_id=generation_id), waited=waited)
         self.go_on("arrive", steps)
 
     @rule(request=requests(), other=requests(), steps=_FEW)

@@ -64,6 +64,7 @@ class Witness:
         self._books = Books(self.view)
         self._fairness = Fairness(self.view)
         self._live: dict[str, Seen] = {}
+        self._begun: set[str] = set()
         self._landed: list[str] = []
         self._is_open = False
 
@@ -248,7 +249,7 @@ class Witness:
         """Return when a request's next time limit is reached."""
         service = self.view.rules[seen.tenant].service
         limits = [service.request_timeout_seconds]
-        if not seen.was_admitted:
+        if not (seen.was_admitted or seen.request.generation_id in self._begun):
             limits.append(service.queue_timeout_seconds)
         return min((seen.arrived_at + seconds for seconds in limits if seconds), default=inf)
 
@@ -269,6 +270,8 @@ class Witness:
         is_resumed = decision.verdict is Verdict.RESUMED
         require(is_resumed == seen.was_admitted, Invariant.MOVES, decision)
         seen.was_admitted = True
+        if seen.request.generation_id is not None:
+            self._begun.add(seen.request.generation_id)
         seen.admitted_tokens = len(seen.tokens)
         if seen.place is Place.WAITING:
             seen.computed = None
