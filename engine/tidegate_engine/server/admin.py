@@ -22,11 +22,12 @@ from tidegate_engine.server.answers import (
     ExplanationAnswer,
     PolicyAnswer,
 )
+from tidegate_engine.server.caller import header_of
 from tidegate_engine.server.decision_ring import KEPT_DECISIONS
 from tidegate_engine.server.edge import edged_app
 from tidegate_engine.server.errors import InvalidAdminTokenError, from_validation
 from tidegate_engine.server.explanation import describe_decision, explain, is_of
-from tidegate_engine.server.identity import bearer_key
+from tidegate_engine.server.identity import AUTHORIZATION_HEADER, bearer_key
 from tidegate_engine.server.json_response import JsonResponse
 from tidegate_engine.server.openapi import answers, describe_bodies
 from tidegate_engine.server.service import Service
@@ -68,11 +69,11 @@ def create_admin_app(service: Service, *, token: str) -> FastAPI:
     app = edged_app("Tidegate engine, admin", service.clock)
     guarded = [Depends(_guard(token))]
 
-    @app.get("/admin/policy", dependencies=guarded, responses=answers(PolicyAnswer, 401))
+    @app.get("/admin/policy", dependencies=guarded, responses=answers(PolicyAnswer, 400, 401))
     async def policy() -> Response:
         return JsonResponse(_describe_policy(service, service.board.in_force))
 
-    @app.post("/admin/drain", dependencies=guarded, responses=answers(DrainAnswer, 401))
+    @app.post("/admin/drain", dependencies=guarded, responses=answers(DrainAnswer, 400, 401))
     async def drain() -> Response:
         service.generations.begin_drain()
         running = len(service.generations.running_ids)
@@ -114,7 +115,7 @@ def _guard(token: str) -> Callable[[Request], Awaitable[None]]:
     expected = token.encode()
 
     async def check(request: Request) -> None:
-        given = bearer_key(request.headers.get("authorization"))
+        given = bearer_key(header_of(request, AUTHORIZATION_HEADER))
         # In constant time, or its duration would tell how much of a guess is right.
         if not hmac.compare_digest(given, expected):
             raise InvalidAdminTokenError

@@ -24,7 +24,7 @@ from tidegate_engine.server.answers import (
     Ready,
 )
 from tidegate_engine.server.body import read_body
-from tidegate_engine.server.caller import TIER_HEADER, Caller
+from tidegate_engine.server.caller import TIER_HEADER, Caller, header_of
 from tidegate_engine.server.edge import edged_app
 from tidegate_engine.server.error_codes import ErrorCode
 from tidegate_engine.server.errors import (
@@ -36,7 +36,7 @@ from tidegate_engine.server.errors import (
 )
 from tidegate_engine.server.exposition import Exposition
 from tidegate_engine.server.generation import LEAST_UNREAD_TOKENS, Generation
-from tidegate_engine.server.identity import TENANT_HEADER
+from tidegate_engine.server.identity import AUTHORIZATION_HEADER, TENANT_HEADER
 from tidegate_engine.server.intake import Intake, take_chat, take_completion
 from tidegate_engine.server.json_response import JsonResponse
 from tidegate_engine.server.openapi import GENERATION, answers, describe_bodies
@@ -101,9 +101,8 @@ def create_app(service: Service) -> FastAPI:
 def _identify(service: Service) -> Callable[[Request], Awaitable[Caller]]:
     # Asynchronous, so that it runs in the event loop, where keys are replaced, not in a thread.
     async def identify(request: Request) -> Caller:
-        headers = request.headers
         tenant = service.identities.tenant_of(
-            headers.get("authorization"), headers.getlist(TENANT_HEADER)
+            header_of(request, AUTHORIZATION_HEADER), request.headers.getlist(TENANT_HEADER)
         )
         request.state.tenant = tenant
         return Caller.of(request, tenant=tenant)

@@ -47,15 +47,27 @@ class Caller:
             tenant=tenant,
             request_id=request.state.request_id,
             arrived_at=request.state.arrived_at,
-            ttft_seconds=_ttft_seconds(request.headers.get(TTFT_HEADER)),
-            tier=request.headers.get(TIER_HEADER),
+            ttft_seconds=_ttft_seconds(header_of(request, TTFT_HEADER)),
+            tier=header_of(request, TIER_HEADER),
         )
+
+
+def header_of(request: HttpRequest, name: str) -> str | None:
+    """Return the value of a header that says who calls or how urgently; None = there is none.
+
+    Raises:
+        InvalidHeaderError: There are several: which of them would a proxy on the way have obeyed?
+    """
+    values = request.headers.getlist(name)
+    if len(values) > 1:
+        raise InvalidHeaderError(name, "to be given once")
+    return values[0] if values else None
 
 
 def _ttft_seconds(header: str | None) -> float | None:
     if header is None:
         return None
-    digits = header.strip()
+    digits = header.strip(" \t")
     # Neither signs nor digits of other scripts, and nothing so long that reading it takes time.
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= len(str(MAX_TTFT_MS))
     milliseconds = int(digits) if is_number else 0

@@ -14,6 +14,7 @@ from tidegate_engine.server.errors import (
 )
 from tidegate_policies.rules import UNKNOWN_TENANT, TenantRule, UnknownAction
 
+AUTHORIZATION_HEADER = "authorization"
 TENANT_HEADER = "x-tidegate-tenant"
 """Where a trusted gateway says for whom it calls."""
 
@@ -119,5 +120,6 @@ def bearer_key(authorization: str | None) -> bytes:
     value = authorization or ""
     if not value.lower().startswith(_SCHEME):
         return b""
-    # The framework reads header bytes as Latin-1; these are the bytes that were sent.
-    return value[len(_SCHEME) :].strip().encode("latin-1")
+    # The framework reads header bytes as Latin-1; these are the bytes that were sent. As many a
+    # letter of UTF-8 ends with what is a space in Latin-1, only those of ASCII are none of the key.
+    return value[len(_SCHEME) :].strip(" \t").encode("latin-1")

@@ -66,6 +66,12 @@ def test_nobody_comes_in_without_the_token(
     assert not engine.service.generations.is_draining
 
 
+def test_two_tokens_open_nothing(engine: RunningEngine) -> None:
+    twice = httpx.Headers([*AUTHORIZED.items(), *AUTHORIZED.items()])
+    refused = ask(engine, "/admin/policy", headers=twice)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "authorization")
+
+
 def test_a_tenants_key_opens_nothing(engine: RunningEngine) -> None:
     headers = {"authorization": f"Bearer {key_of('acme')}"}
     assert ask(engine, "/admin/policy", headers=headers).status_code == 401

@@ -57,6 +57,31 @@ def test_a_deadline_that_makes_sense_is_taken(engine: RunningEngine, deadline: s
     assert ask(engine, deadline).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "repeated",
+    [
+        ("authorization", f"Bearer {key_of('nobody')}"),
+        ("x-slo-ttft-ms", "900"),
+        ("x-tidegate-tier", "bogus"),
+    ],
+)
+def test_a_header_that_says_who_calls_or_how_urgently_may_come_once(
+    engine: RunningEngine, repeated: tuple[str, str]
+) -> None:
+    name, _ = repeated
+    given = {
+        "authorization": f"Bearer {key_of('acme')}",
+        "x-slo-ttft-ms": "500",
+        "x-tidegate-tier": "standard",
+    }
+    url = f"{engine.base_url}/v1/completions"
+    assert httpx.post(url, json=SHORT, headers=given).status_code == 200
+    refused = httpx.post(url, json=SHORT, headers=[*given.items(), repeated])
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "invalid_header")
+    assert (error["param"], error["message"]) == (name, f"{name} is to be given once.")
+
+
 def test_a_body_that_breaks_off_is_counted_by_its_reason(engine: RunningEngine) -> None:
     reason = {"tenant": "acme", "reason": "client_disconnected"}
     before = engine.sample("tidegate_shed_total", **reason) or 0

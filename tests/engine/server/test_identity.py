@@ -57,6 +57,12 @@ def test_keys_may_hold_any_bytes() -> None:
     assert identities(policy).tenant_of(sent) == "acme"
 
 
+def test_a_key_may_end_with_what_is_a_space_in_latin_1() -> None:
+    policy = a_snapshot(a_keyed_tenant(key_digests=(digest_of("sk-à"),)))
+    sent = "Bearer sk-à \t".encode().decode("latin-1")
+    assert identities(policy).tenant_of(sent) == "acme"
+
+
 def test_a_new_policy_replaces_all_keys() -> None:
     known = identities(a_snapshot(a_keyed_tenant("acme")))
     policy = a_snapshot(a_keyed_tenant("zeta"))
