@@ -14,10 +14,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 
 from tidegate_engine.core.request import Rejection, RejectionCode
-from tidegate_engine.server.error_codes import MEANINGS, ErrorCode
+from tidegate_engine.server.error_codes import MEANINGS, Cause, ErrorCode
 from tidegate_engine.server.json_response import JsonResponse
 
 REASON_HEADER = "x-tidegate-reason"
+
+RETRY_HEADER = "x-should-retry"
+"""Whether to repeat the request, to the official clients: else they repeat all 5xx, twice."""
 
 MAX_RETRY_SECONDS = 60
 """Nobody is told to wait for longer: by then all may have changed."""
@@ -74,8 +77,11 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """The response headers that belong to it."""
         headers = {REASON_HEADER: self.code.value}
-        if MEANINGS[self.code].is_retryable:
+        meaning = MEANINGS[self.code]
+        if meaning.is_retryable:
             headers["retry-after"] = str(_spread(self.retry_after_seconds))
+        elif meaning.cause is Cause.CALLER:
+            headers[RETRY_HEADER] = "false"
         return headers
 
     def body(self) -> dict[str, Mapping[str, object]]:

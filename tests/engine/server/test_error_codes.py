@@ -7,7 +7,7 @@ import pytest
 
 from tidegate_engine.core.request import RejectionCode
 from tidegate_engine.server.error_codes import MEANINGS, Cause, ErrorCode
-from tidegate_engine.server.errors import REASON_HEADER, ApiError
+from tidegate_engine.server.errors import REASON_HEADER, RETRY_HEADER, ApiError
 
 ROOT = Path(__file__).parents[3]
 ROW = re.compile(r"^\| `(\w+)` \| (\d+) \| (\w+) \| (yes|no) \| .+ \|$", re.MULTILINE)
@@ -30,13 +30,16 @@ def test_some_other_test_meets_the_code(code: ErrorCode) -> None:
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))
-def test_an_error_tells_its_code_twice_and_when_to_come_back_only_where_that_helps(
+def test_an_error_tells_its_code_twice_and_whether_and_when_to_come_back(
     code: ErrorCode,
 ) -> None:
     error = ApiError(code, "No.", retry_after_seconds=7.0)
     told = error.body()["error"]
     assert (told["code"], error.headers[REASON_HEADER]) == (code, code)
-    assert ("retry-after" in error.headers) is MEANINGS[code].is_retryable
+    _, cause, is_retryable = MEANINGS[code]
+    assert ("retry-after" in error.headers) is is_retryable
+    helps_elsewhere = is_retryable or cause is Cause.ENGINE
+    assert error.headers.get(RETRY_HEADER) == (None if helps_elsewhere else "false")
 
 
 def test_the_callers_errors_are_never_503_and_the_engines_never_4xx() -> None:

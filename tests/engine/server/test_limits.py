@@ -156,6 +156,16 @@ def test_an_answer_that_takes_too_long_is_504() -> None:
         assert cancelled(engine, "request_timeout", "running") == 1
 
 
+def test_the_official_client_asks_once_for_what_takes_too_long() -> None:
+    policy = a_policy(service=ServiceRule(request_timeout_seconds=0.05))
+    with a_running_engine(policy, step_seconds=0.001) as engine:
+        client = engine.openai().with_options(max_retries=openai.DEFAULT_MAX_RETRIES)
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(model=MODEL, prompt="Hello", max_tokens=ENDLESS)
+        assert (caught.value.status_code, caught.value.code) == (504, "request_timeout")
+        assert engine.stats().scheduler.tenants["acme"].expired == 1
+
+
 def test_a_stream_that_takes_too_long_ends_with_an_error() -> None:
     clock = AheadClock()
     with (
