@@ -115,14 +115,22 @@ def refuse_prompt(request: Request, tenant: Tenant, *, cap_tokens: int) -> Rejec
     if not length:
         return Rejection(code=RejectionCode.EMPTY_PROMPT, message="the prompt has no tokens")
     limit = cap_tokens - 1  # room for at least one output token
-    if tenant.rule.max_prompt_tokens is not None:
-        limit = min(limit, tenant.rule.max_prompt_tokens)
-    if length > limit:
-        return Rejection(
-            code=RejectionCode.PROMPT_TOO_LONG,
-            message=f"the prompt has {length} tokens, the limit is {limit}",
+    ruled = tenant.rule.max_prompt_tokens
+    if length <= limit and (ruled is None or length <= ruled):
+        return None
+    if not cap_tokens:
+        message = f"no prompt fits: tenant {tenant.name!r} may hold 0 KV blocks{_kv_fields(tenant)}"
+    elif ruled is not None and ruled < limit:
+        message = (
+            f"the prompt has {length} tokens, the limit is {ruled}: limits.maxPromptTokens of"
+            f" tenant {tenant.name!r}"
         )
-    return None
+    else:
+        message = (
+            f"the prompt has {length} tokens, the limit is {limit}: one less than tenant"
+            f" {tenant.name!r} may hold in KV{_kv_fields(tenant)}"
+        )
+    return Rejection(code=RejectionCode.PROMPT_TOO_LONG, message=message)
 
 
 def refuse_for_queue(
@@ -215,6 +223,18 @@ def _output_limit(request: Request, tenant: Tenant, *, cap_tokens: int) -> int:
     room = cap_tokens - len(request.prompt_ids) + 1
     limits = (request.max_output_tokens, room, tenant.rule.max_output_tokens or room)
     return max(1, min(limits))
+
+
+def _kv_fields(tenant: Tenant) -> str:
+    """Name the fields of a tenant's policy that limit its KV, in brackets; nothing if none does."""
+    rule = tenant.rule
+    if not tenant.is_preemptible:
+        limit = "preemption.preemptible false"
+    elif rule.kv_borrowing_limit_percent is not None:
+        limit = f"kv.borrowingLimitPercent {rule.kv_borrowing_limit_percent}"
+    else:
+        return ""
+    return f" (kv.nominalPercent {rule.kv_nominal_percent}, {limit})"
 
 
 def _tenant_queue_full(what: str) -> Rejection:

@@ -92,7 +92,8 @@ def test_a_prompt_that_can_never_fit_is_refused_and_the_one_behind_it_runs() -> 
     rejection = run.scheduler.submit(a_request(prompt=16), 0.0)
     assert rejection is not None
     assert rejection.code is RejectionCode.PROMPT_TOO_LONG
-    assert rejection.message == "the prompt has 16 tokens, the limit is 15"
+    limit = "the limit is 15: one less than tenant 'acme' may hold in KV"
+    assert rejection.message == f"the prompt has 16 tokens, {limit}"
     run.submit(a_request(prompt=15, output=99, request_id="r"))
     run.drain()
     assert len(run.outputs["r"]) == 2  # one for the last slot, one that needs none
