@@ -194,8 +194,8 @@ class TenantRule:
     kv_borrowing_limit_percent: Percent | None = None
     kv_lendable_percent: Percent = 100
     max_running: PositiveInt | None = None
-    max_queued: NaturalInt | None = None
-    max_queued_tokens: NaturalInt | None = None
+    max_queued: PositiveInt | None = None
+    max_queued_tokens: PositiveInt | None = None
     max_prompt_tokens: PositiveInt | None = None
     max_output_tokens: PositiveInt | None = None
     rate: RateRule = field(default_factory=RateRule)

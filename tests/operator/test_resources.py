@@ -78,6 +78,14 @@ def test_unset_pool_settings_have_the_documented_defaults() -> None:
     assert spec.batching.max_num_seqs is None
 
 
+@pytest.mark.parametrize("field", ["maxRunning", "maxQueued", "maxQueuedTokens"])
+def test_no_limit_keeps_every_request_of_a_tenant_out(field: str) -> None:
+    manifest = changed(full_manifest("TenantPolicy"), {f"spec.concurrency.{field}": 0})
+
+    with pytest.raises(ValidationError, match=f"{field}\n.*greater than or equal to 1"):
+        TenantPolicy.model_validate(manifest)
+
+
 def test_oldest_object_is_the_most_senior_and_names_break_ties() -> None:
     def stored(name: str, second: int) -> ObjectMeta:
         created = datetime(2026, 1, 1, 0, 0, second, tzinfo=UTC)

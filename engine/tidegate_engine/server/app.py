@@ -267,6 +267,8 @@ async def _generate(
             return Response()  # which nobody reads
         if trace is not None:
             trace.ask(body, prompt_tokens=intake.prompt_tokens)
+        if (rule := service.identities.rule_of(caller.tenant)) is not None:
+            intake.check_fits_queue_of(rule)
         answer_format = endpoint.answer_format(_head(service, caller), body)
         reservation = await service.rate_gate.reserve(
             caller.tenant, intake.requests, prompt_tokens=intake.prompt_tokens

@@ -19,6 +19,7 @@ from tidegate_engine.server.schema import (
     GenerationBody,
 )
 from tidegate_engine.server.served_model import ServedModel
+from tidegate_policies.rules import TenantRule
 
 ENCODE_INLINE_CHARS = 4000
 """Longer prompts are encoded in a thread: the event loop must not wait for them."""
@@ -37,12 +38,39 @@ class Intake:
     Attributes:
         requests: One for each choice, in order of the choices.
         prompt_tokens: Of all prompts, each counted once.
+        prompt_param: The field that holds them.
         stops: Stop strings.
     """
 
     requests: tuple[Request, ...]
     prompt_tokens: int
+    prompt_param: str
     stops: tuple[str, ...]
+
+    def check_fits_queue_of(self, rule: TenantRule) -> None:
+        """Refuse what would find the queue of its tenant full even if nothing else were in it.
+
+        All choices queue at once, and all are refused if one is.
+
+        Raises:
+            ApiError: It never fits.
+        """
+        if rule.max_queued is not None and len(self.requests) > rule.max_queued:
+            raise ApiError(
+                ErrorCode.TOO_MANY_CHOICES,
+                f"{len(self.requests)} choices queue at once, and of tenant {rule.tenant!r} at most"
+                f" {rule.max_queued} requests (concurrency.maxQueued).",
+                param="n",
+            )
+        tokens = sum(len(request.prompt_ids) for request in self.requests)
+        if rule.max_queued_tokens is not None and tokens > rule.max_queued_tokens:
+            raise ApiError(
+                ErrorCode.PROMPT_TOO_LONG,
+                f"The prompts of all choices have {tokens} tokens, which queue at once, and of"
+                f" tenant {rule.tenant!r} at most {rule.max_queued_tokens}"
+                " (concurrency.maxQueuedTokens).",
+                param=self.prompt_param,
+            )
 
 
 async def take_completion(body: CompletionBody, *, caller: Caller, model: ServedModel) -> Intake:
@@ -120,7 +148,12 @@ def _intake(
     )
     if not body.stream and sampling.logprobs is not None:
         _check_whole_logprobs(requests, 1 + sampling.logprobs)
-    return Intake(requests=requests, prompt_tokens=sum(len(p) for p in prompts), stops=body.stops)
+    return Intake(
+        requests=requests,
+        prompt_tokens=sum(len(p) for p in prompts),
+        prompt_param=limit.prompt_param,
+        stops=body.stops,
+    )
 
 
 def _check_whole_logprobs(requests: Sequence[Request], logprobs_per_token: int) -> None:

@@ -121,12 +121,12 @@ class ConcurrencyLimit(Model):
     ] = None
     max_queued: Annotated[
         int | None,
-        Field(ge=0, le=1_000_000, description="Requests waiting in one engine; default no limit."),
+        Field(ge=1, le=1_000_000, description="Requests waiting in one engine; default no limit."),
     ] = None
     max_queued_tokens: Annotated[
         int | None,
         Field(
-            ge=0,
+            ge=1,
             le=1_000_000_000,
             description="Prompt tokens of the requests waiting in one engine; default no limit.",
         ),

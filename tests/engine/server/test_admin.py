@@ -12,7 +12,14 @@ import pytest
 from tidegate_engine.server.admin import DEFAULT_DECISIONS, create_admin_app
 from tidegate_policies.rules import BatchingRule, PreemptionMode, PreemptionRule, StopPolicy
 from tidegate_testing.cluster import eventually
-from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine, key_of
+from tidegate_testing.engines import (
+    MODEL,
+    RunningEngine,
+    a_keyed_tenant,
+    a_running_engine,
+    key_of,
+    waiting_requests,
+)
 from tidegate_testing.policies import a_snapshot
 
 TOKEN = "an-admin-token-of-the-test"
@@ -178,10 +185,10 @@ def test_a_requests_life_can_be_read_in_order() -> None:
 
 def test_refusals_are_among_the_decisions_and_counted() -> None:
     policy = a_snapshot(
-        a_keyed_tenant("acme", stop=StopPolicy.HOLD, max_queued=0),
+        a_keyed_tenant("acme", stop=StopPolicy.HOLD, max_queued=1),
         a_keyed_tenant("zeta", stop=StopPolicy.DRAIN),
     )
-    with a_running_engine(policy) as engine:
+    with a_running_engine(policy) as engine, waiting_requests(engine, ("acme", "first")):
         bodies = {"model": MODEL, "prompt": "Hello"}
         full = engine.http("acme").post("/v1/completions", json=bodies)
         stopped = engine.http("zeta").post("/v1/completions", json=bodies)

@@ -246,6 +246,60 @@ def test_a_tenants_full_queue_is_429_for_it_alone() -> None:
         assert first.result().status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("limits", "body", "code", "param", "told"),
+    [
+        (
+            {"max_queued": 2},
+            {"n": 3},
+            "too_many_choices",
+            "n",
+            "3 choices queue at once, and of tenant 'acme' at most 2 requests"
+            " (concurrency.maxQueued).",
+        ),
+        (
+            {"max_queued_tokens": 4},
+            {},
+            "prompt_too_long",
+            "prompt",
+            "The prompts of all choices have 5 tokens, which queue at once, and of tenant 'acme'"
+            " at most 4 (concurrency.maxQueuedTokens).",
+        ),
+        (
+            {"max_queued_tokens": 14},
+            {"n": 3},
+            "prompt_too_long",
+            "prompt",
+            "The prompts of all choices have 15 tokens, which queue at once, and of tenant 'acme'"
+            " at most 14 (concurrency.maxQueuedTokens).",
+        ),
+    ],
+)
+def test_what_can_never_queue_is_refused_for_good_and_told_the_limit(
+    limits: dict[str, int], body: dict[str, object], code: str, param: str, told: str
+) -> None:
+    with a_running_engine(a_policy(**limits)) as engine:
+        refused = complete(engine, {**SHORT, **body})
+        check_error(refused, 400, code)
+        error = refused.json()["error"]
+        assert (error["param"], error["message"]) == (param, told)
+        assert "retry-after" not in refused.headers
+        assert engine.stats().scheduler.arrivals == 0
+
+
+def test_what_just_fits_an_empty_queue_is_served() -> None:
+    with a_running_engine(a_policy(max_queued=3, max_queued_tokens=15)) as engine:
+        assert complete(engine, {**SHORT, "n": 3}).status_code == 200
+
+
+def test_a_chat_that_can_never_queue_is_refused_by_its_messages() -> None:
+    with a_running_engine(a_policy(max_queued_tokens=1)) as engine:
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+        refused = engine.http().post("/v1/chat/completions", json=chat)
+        check_error(refused, 400, "prompt_too_long")
+        assert refused.json()["error"]["param"] == "messages"
+
+
 def test_a_wrong_deadline_is_refused_by_its_header() -> None:
     with a_running_engine(a_policy()) as engine:
         refused = complete(engine, SHORT, **{"x-slo-ttft-ms": "soon"})

@@ -60,7 +60,7 @@ _OTHER_TRAITS: Traits = {
     "borrows 40": {"kv_borrowing_limit_percent": 40},
     "one running": {"max_running": 1},
     "three running": {"max_running": 3},
-    "none queued": {"max_queued": 0},
+    "one queued": {"max_queued": 1},
     "three queued": {"max_queued": 3},
     "30 tokens queued": {"max_queued_tokens": 30},
     "prompts of 20": {"max_prompt_tokens": 20},
