@@ -11,7 +11,7 @@ from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.rules import StopPolicy
 
 RETRY_SECONDS = 1.0
-"""Advice to a client that came too early or met a full queue."""
+"""Advice to a client that came too early, or met an engine with a full queue: there are others."""
 
 _STOPPED = (StopPolicy.DRAIN, StopPolicy.CANCEL)
 
@@ -69,8 +69,8 @@ class Arrivals:
         rejection = (
             refuse_stopped(tenant)
             or refuse_prompt(request, tenant, cap_tokens=cap_tokens)
+            or self._refuse_for_own_queue(request, tenant, limits)
             or refuse_for_queue(
-                request,
                 tenant,
                 num_tenants=self._tenants.num_declared,
                 num_waiting=num_waiting,
@@ -90,6 +90,34 @@ class Arrivals:
             cap_tokens=cap_tokens,
             block_size=self._memory.pool.block_size,
             step_times=self._step_times,
+        )
+
+    def _refuse_for_own_queue(
+        self, request: Request, tenant: Tenant, limits: EngineLimits
+    ) -> Rejection | None:
+        """Tell whether the tenant's own queue is full, and when it should have room."""
+        rule, length = tenant.rule, len(request.prompt_ids)
+        tokens = tenant.queued_tokens
+        excess = excess_tokens = 0
+        if rule.max_queued is not None:
+            excess = sum(len(one.queue) for one in tenant.in_tiers) + 1 - rule.max_queued
+        if rule.max_queued_tokens is not None:
+            excess_tokens = tokens + length - rule.max_queued_tokens
+        if excess > 0:
+            full = f"{rule.max_queued} requests of tenant {tenant.name!r}"
+        elif excess_tokens > 0:
+            full = (
+                f"{tokens} prompt tokens of tenant {tenant.name!r}, with {length} more than its"
+                f" limit of {rule.max_queued_tokens},"
+            )
+        else:
+            return None
+        return Rejection(
+            code=RejectionCode.TENANT_QUEUE_FULL,
+            message=f"{full} are waiting already",
+            retry_after_seconds=self.ttft.seconds_to_room(
+                tenant, requests=max(1, excess), prompt_tokens=excess_tokens, limits=limits
+            ),
         )
 
 
@@ -134,28 +162,18 @@ def refuse_prompt(request: Request, tenant: Tenant, *, cap_tokens: int) -> Rejec
 
 
 def refuse_for_queue(
-    request: Request, tenant: Tenant, *, num_tenants: int, num_waiting: int, max_waiting: int
+    tenant: Tenant, *, num_tenants: int, num_waiting: int, max_waiting: int
 ) -> Rejection | None:
-    """Tell whether the tenant's or the engine's queue is full.
+    """Tell whether the engine's queue is full.
 
     A quarter of the engine's queue is divided among the tenants, a part for each that the others
     can't fill.
     """
-    rule, in_tiers = tenant.rule, tenant.in_tiers
-    length = len(request.prompt_ids)
-    if rule.max_queued is not None and sum(len(t.queue) for t in in_tiers) >= rule.max_queued:
-        return _tenant_queue_full(f"{rule.max_queued} requests of tenant {tenant.name!r}")
-    most_tokens = rule.max_queued_tokens
-    if most_tokens is not None and (queued := tenant.queued_tokens) + length > most_tokens:
-        return _tenant_queue_full(
-            f"{queued} prompt tokens of tenant {tenant.name!r}, with {length} more than"
-            f" its limit of {most_tokens},"
-        )
     own_part = max_waiting // (4 * num_tenants)
     others_parts = own_part * (num_tenants - 1)
     if num_waiting < max_waiting - others_parts:
         return None
-    if sum(one.waiting for one in in_tiers) < own_part:
+    if sum(one.waiting for one in tenant.in_tiers) < own_part:
         return None
     return Rejection(
         code=RejectionCode.QUEUE_FULL,
@@ -235,14 +253,6 @@ def _kv_fields(tenant: Tenant) -> str:
     else:
         return ""
     return f" (kv.nominalPercent {rule.kv_nominal_percent}, {limit})"
-
-
-def _tenant_queue_full(what: str) -> Rejection:
-    return Rejection(
-        code=RejectionCode.TENANT_QUEUE_FULL,
-        message=f"{what} are waiting already",
-        retry_after_seconds=RETRY_SECONDS,
-    )
 
 
 def _no_such_tier(own: Tenant) -> Rejection:

@@ -6,6 +6,7 @@ which free up as running requests end, and steps that read prompts, whose time i
 that went before. Of these, a tier gets the share that it got while it waited lately.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from itertools import chain
 from math import ceil, inf
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from tidegate_engine.core.batch import places, prefill_budget
 from tidegate_engine.core.books import Books
 from tidegate_engine.core.limits import EngineLimits
+from tidegate_engine.core.sequence import Sequence
 from tidegate_engine.core.step_time import StepFeatures
 from tidegate_engine.core.tenants import Tenant
 from tidegate_policies.fairness import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
@@ -44,6 +46,22 @@ class Staying(NamedTuple):
 
     remaining_tokens: Ordered[int]
     output_tokens: int
+
+    def steps_until(self, wanted: float, *, places: int, outputs: int) -> float:
+        """Return the steps until so many more places are free, those who get them having ended.
+
+        Args:
+            wanted: Places, above 0.
+            places: That nobody holds, for those ahead.
+            outputs: Tokens that each of those ahead is expected to produce.
+        """
+        remaining = self.remaining_tokens
+        if not remaining:  # those ahead take all places, and have to end
+            return float(outputs * ceil(wanted / max(1, places)))
+        if wanted <= len(remaining):
+            return float(remaining[ceil(wanted) - 1])
+        # Their successors have to end, too.
+        return max(remaining[-1], wanted * self.output_tokens / len(remaining) ** 2)
 
 
 class DrainShares:
@@ -109,7 +127,7 @@ class TtftForecast:
         self._drain = DrainShares(books)
         self._seen = -1
         self._final_blocks = 0
-        self._remaining: dict[int | None, Staying] = {}
+        self._remaining: dict[int | str | None, Staying] = {}
 
     def begin_step(self) -> None:
         """Look at the running requests anew, and learn whom the last step served."""
@@ -154,6 +172,39 @@ class TtftForecast:
         own_pairs = prompt_tokens * (prompt_tokens + 1) / 2
         own = self._seconds_to_read(prompt_tokens, limits) + self._marginal(0, own_pairs)
         return waiting + own
+
+    def seconds_to_room(
+        self, tenant: Tenant, *, requests: int, prompt_tokens: int, limits: EngineLimits
+    ) -> float:
+        """Return when so much of what a tenant has queued should have left its queue.
+
+        That is when the last of it gets its first token, also by the tenant's own `max_running`.
+        Of the tiers that it queues in, the one counts in which it goes fastest.
+
+        Args:
+            tenant: Whose queue it is.
+            requests: How many have to leave, at least 1.
+            prompt_tokens: How many tokens those have to have, at least.
+            limits: In force.
+
+        Returns:
+            Seconds; infinity while the tenant is held.
+        """
+        if tenant.is_held:
+            return inf
+        waits = []
+        for one in tenant.in_tiers:
+            if not (length := len(one.queue)):
+                continue
+            mean_prompt = one.queue.num_tokens / length
+            ahead = max(requests, ceil(prompt_tokens / mean_prompt)) - 1
+            own_ahead = ahead, round(ahead * mean_prompt)
+            most_outputs = one.queue.num_output_tokens // length
+            waiting = self.predict(
+                one, round(mean_prompt), most_outputs, own_ahead=own_ahead, limits=limits
+            )
+            waits.append(max(waiting, self._seconds_under_own_limit(one, ahead, most_outputs)))
+        return min(waits, default=0.0)
 
     def backlog(
         self, tenant: Tenant, own_ahead: tuple[int, int], *, passes_higher: bool = False
@@ -227,33 +278,55 @@ class TtftForecast:
             outputs: Tokens that a request is expected to produce.
         """
         # Where the tenant's tier may take out lower ones, these make way.
-        staying = self._staying(tenant.tier_value if tenant.tier.preempts_lower else None)
-        remaining = staying.remaining_tokens
-        leaving = len(self._running) - len(remaining)
+        least_value = tenant.tier_value if tenant.tier.preempts_lower else None
+        staying = self._staying(
+            least_value, lambda seq: least_value is None or seq.tenant.tier_value >= least_value
+        )
+        leaving = len(self._running) - len(staying.remaining_tokens)
         wanted = ahead.requests + 1 - free - leaving
         if wanted <= 0:
             return 0.0
-        if not remaining:  # those ahead take all places, and have to end
-            steps = float(outputs * ceil(wanted / max(1, free + leaving)))
-        elif wanted <= len(remaining):
-            steps = float(remaining[ceil(wanted) - 1])
-        else:  # their successors have to end, too
-            steps = max(remaining[-1], wanted * staying.output_tokens / len(remaining) ** 2)
+        steps = staying.steps_until(wanted, places=free + leaving, outputs=outputs)
         return steps * self._decode_seconds() + self._marginal(ahead.prompt_tokens, 0)
 
-    def _staying(self, least_value: int | None) -> "Staying":
-        """Return who runs, of tiers from a value up or all; once for many arrivals."""
+    def _seconds_under_own_limit(
+        self, tenant: Tenant, own_ahead: int, max_output_tokens: int
+    ) -> float:
+        """Return when a tenant's `max_running` lets a request in, those ahead having been let in.
+
+        Args:
+            tenant: Whose request waits.
+            own_ahead: How many of its queued requests, of this tier, come before it.
+            max_output_tokens: The most that each of these may produce.
+        """
+        limit = tenant.rule.max_running
+        if limit is None:
+            return 0.0
+        places = limit - sum(one.running + one.arriving for one in tenant.in_tiers)
+        resumable = sum(one.preempted + one.swapped - one.arriving for one in tenant.in_tiers)
+        wanted = own_ahead + resumable + 1 - places
+        if wanted <= 0:
+            return 0.0
+        staying = self._staying(tenant.name, lambda seq: seq.tenant.name == tenant.name)
+        outputs = self._forecast.lengths.predict(tenant.name, 0, max_output_tokens)
+        steps = staying.steps_until(wanted, places=places, outputs=outputs)
+        return steps * self._decode_seconds()
+
+    def _staying(self, whose: int | str | None, counts: Callable[[Sequence], bool]) -> "Staying":
+        """Return which of those that run count; once for many arrivals.
+
+        Args:
+            whose: Under which they are kept: a least value of tiers, a tenant, or None for all.
+            counts: Tells it of each.
+        """
         self._look_anew()
-        found = self._remaining.get(least_value)
+        found = self._remaining.get(whose)
         if found is None:
-            staying = [
-                seq
-                for seq in chain(self._running.decoding, self._running.prefilling)
-                if least_value is None or seq.tenant.tier_value >= least_value
-            ]
+            running = chain(self._running.decoding, self._running.prefilling)
+            staying = [seq for seq in running if counts(seq)]
             remaining = sorted(max(1, self._forecast.remaining_tokens(seq)) for seq in staying)
             outputs = sum(remaining) + sum(seq.num_output_tokens for seq in staying)
-            found = self._remaining[least_value] = Staying(remaining, outputs)
+            found = self._remaining[whose] = Staying(remaining, outputs)
         return found
 
     def _look_anew(self) -> None:

@@ -19,6 +19,7 @@ from tidegate_testing.engines import (
     a_keyed_tenant,
     a_running_engine,
     a_served_model,
+    waiting_requests,
 )
 from tidegate_testing.policies import a_snapshot
 
@@ -244,6 +245,23 @@ def test_a_tenants_full_queue_is_429_for_it_alone() -> None:
         assert engine.http("zeta").post("/v1/completions", json=SHORT).status_code == 200
         engine.apply(a_policy())
         assert first.result().status_code == 200
+
+
+def test_who_finds_its_queue_full_is_told_to_come_back_when_it_should_have_room() -> None:
+    policy = a_policy(max_running=1, max_queued=1)
+    with (
+        a_running_engine(policy, step_seconds=0.01) as engine,
+        waiting_requests(engine, ("acme", "first"), max_tokens=2000),
+    ):
+        eventually(lambda: engine.stats().scheduler.running == 1, "a running request")
+        with waiting_requests(engine, ("acme", "second")):
+
+            def is_told_of_some_twenty_seconds() -> bool:
+                refused = complete(engine, SHORT)
+                check_error(refused, 429, "tenant_queue_full")
+                return 15 <= int(refused.headers["retry-after"]) <= 40
+
+            eventually(is_told_of_some_twenty_seconds, "what steps take to be known")
 
 
 @pytest.mark.parametrize(
