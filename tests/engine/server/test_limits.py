@@ -318,6 +318,30 @@ def test_a_chat_that_can_never_queue_is_refused_by_its_messages() -> None:
         assert refused.json()["error"]["param"] == "messages"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_would_be_served_too_late_is_429_at_once(*, stream: bool) -> None:
+    policy = a_policy(service=ServiceRule(ttft_seconds=5.0, sheds=True))
+    with (
+        a_running_engine(policy, max_num_seqs=1, step_seconds=0.01) as engine,
+        waiting_requests(engine, ("zeta", "long"), max_tokens=2000),
+    ):
+        eventually(lambda: engine.stats().scheduler.running == 1, "a running request")
+        told: list[httpx.Response] = []
+
+        def is_told_of_some_twenty_seconds() -> bool:
+            told.append(complete(engine, {**SHORT, "stream": stream}, **{"x-request-id": "late"}))
+            check_error(told[-1], 429, "shed")
+            return 15 <= int(told[-1].headers["retry-after"]) <= 40
+
+        eventually(is_told_of_some_twenty_seconds, "what steps take to be known")
+        assert "the target is 5 s" in told[-1].json()["error"]["message"]
+        assert told[-1].headers["x-request-id"] == "late"
+        assert "x-should-retry" not in told[-1].headers
+        shed = engine.sample("tidegate_shed_total", tenant="acme", reason="shed")
+        assert shed == len(told)
+        assert engine.stats().scheduler.tenants["acme"].waiting == 0
+
+
 def test_a_wrong_deadline_is_refused_by_its_header() -> None:
     with a_running_engine(a_policy()) as engine:
         refused = complete(engine, SHORT, **{"x-slo-ttft-ms": "soon"})

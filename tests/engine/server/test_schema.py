@@ -137,6 +137,22 @@ def test_the_place_of_a_mistake_is_named(
     refuses(engine, CHATS, body, param=param, code=code)
 
 
+def test_a_prompt_without_tokens_is_named(engine: RunningEngine) -> None:
+    for empty in ("", ["a", ""]):
+        body = {**COMPLETION, "prompt": empty}
+        refuses(engine, COMPLETIONS, body, param="prompt", code="empty_prompt")
+
+
+def test_more_log_probabilities_than_a_whole_answer_may_hold_are_refused(
+    engine: RunningEngine,
+) -> None:
+    body = {**COMPLETION, "logprobs": 20, "n": 100, "max_tokens": 2000}
+    refused = engine.http().post(COMPLETIONS, json=body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"]) == (400, "too_many_logprobs")
+    assert error["param"] == "logprobs"
+
+
 def test_a_missing_field_is_named(engine: RunningEngine) -> None:
     refuses(engine, COMPLETIONS, {"prompt": "Hello"}, param="model", code="missing_field")
     refuses(engine, CHATS, {"model": MODEL}, param="messages", code="missing_field")
