@@ -1,6 +1,7 @@
 """The admin API: what is in force, why things happened, and an end of taking work."""
 
 import asyncio
+import hmac
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -71,6 +72,14 @@ def test_nobody_comes_in_without_the_token(
     assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_admin_token")
     assert refused.headers["x-tidegate-reason"] == "invalid_admin_token"
     assert not engine.service.generations.is_draining
+
+
+def test_the_token_is_compared_in_constant_time(
+    engine: RunningEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ask(engine, "/admin/policy").status_code == 200
+    monkeypatch.setattr(hmac, "compare_digest", lambda *_: False)
+    assert ask(engine, "/admin/policy").status_code == 401
 
 
 def test_two_tokens_open_nothing(engine: RunningEngine) -> None:

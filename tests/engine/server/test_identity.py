@@ -1,7 +1,14 @@
+import hashlib
+import hmac
+
 import pytest
 
 from tidegate_engine.policy_board import PolicyInForce
-from tidegate_engine.server.errors import InvalidApiKeyError, NoPolicyError
+from tidegate_engine.server.errors import (
+    InvalidApiKeyError,
+    NoPolicyError,
+    TenantHeaderNotAllowedError,
+)
 from tidegate_engine.server.identity import Identities
 from tidegate_policies.rules import UNKNOWN_TENANT, UnknownAction, UnknownTenantsRule
 from tidegate_policies.snapshot import PolicySnapshot
@@ -61,6 +68,29 @@ def test_a_key_may_end_with_what_is_a_space_in_latin_1() -> None:
     policy = a_snapshot(a_keyed_tenant(key_digests=(digest_of("sk-à"),)))
     sent = "Bearer sk-à \t".encode().decode("latin-1")
     assert identities(policy).tenant_of(sent) == "acme"
+
+
+def test_keys_are_looked_up_under_a_secret_of_the_process_alone() -> None:
+    # Else how long a look-up takes would tell of digests: a dict compares what it finds with ==.
+    def looked_up(known: Identities) -> set[object]:
+        return {key for table in vars(known).values() if isinstance(table, dict) for key in table}
+
+    policy = a_snapshot(a_keyed_tenant("acme"), a_keyed_tenant("zeta"))
+    one, other = looked_up(identities(policy)), looked_up(identities(policy))
+    assert (len(one), len(other), len(one & other)) == (2, 2, 0)
+    for key in ("sk-acme", "sk-zeta"):
+        digest = hashlib.sha256(key.encode())
+        plain = {digest.digest(), digest.hexdigest(), digest.hexdigest().encode()}
+        assert not plain & one
+
+
+def test_the_gateways_token_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = identities(a_snapshot(a_keyed_tenant("acme")))
+    known.trust_gateway("the-token")
+    assert known.tenant_of("Bearer the-token", ["acme"]) == "acme"
+    monkeypatch.setattr(hmac, "compare_digest", lambda *_: False)
+    with pytest.raises(TenantHeaderNotAllowedError):
+        known.tenant_of("Bearer the-token", ["acme"])
 
 
 def test_a_new_policy_replaces_all_keys() -> None:
