@@ -55,6 +55,17 @@ class EngineStats:
     step_costs: ExecutorCosts
 
 
+class Reading(NamedTuple):
+    """What a step read of a request's prompt, or of what it lost when it was taken out.
+
+    Attributes:
+        end: Tokens at the start of its context that are computed, or were found, by now.
+    """
+
+    request_id: str
+    end: int
+
+
 class Refused(NamedTuple):
     """A request that the scheduler did not queue.
 
@@ -82,8 +93,7 @@ class StepReport:
         scheduler_seconds: Spent planning and committing.
         batch_size: Rows in the forward pass; 0 = nothing but copies was done, or waited for.
         decode_tokens: Rows that computed a newest output token alone.
-        reading: Requests of the other rows: some of their prompt was computed, or of what they
-            lost when they were taken out.
+        reading: The other rows.
         decisions: Why requests were admitted, held, preempted or dropped.
         refused: Requests that came since the last report and were not queued.
         admitted: Requests that joined the batch.
@@ -104,7 +114,7 @@ class StepReport:
     batch_size: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
-    reading: tuple[str, ...] = ()
+    reading: tuple[Reading, ...] = ()
     decisions: tuple[Decision, ...] = ()
     refused: tuple[Refused, ...] = ()
     admitted: tuple[str, ...] = ()

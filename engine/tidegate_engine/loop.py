@@ -30,6 +30,7 @@ from tidegate_engine.events import (
     EngineListener,
     EngineStats,
     PolicyApplied,
+    Reading,
     Refused,
     StepReport,
 )
@@ -242,7 +243,7 @@ class EngineLoop:
         for request_id in failed:
             self._book_drop(request_id, CancelCause.ENGINE_FAILED)
         committed = self._clock()
-        reading = tuple(row.request_id for row in plan.rows if not row.is_decode)
+        reading = tuple(Reading(row.request_id, row.end) for row in plan.rows if not row.is_decode)
         decodes = len(plan.rows) - len(reading)
         report = self._report(plan, times.began, committed)
         self._tell(

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -55,7 +55,11 @@ class Generation:
             counts as one more. Infinite for answers that are sent whole: nobody reads meanwhile.
         cached_tokens: Tokens of its prompt that a choice found in the prefix cache, by index; a
             choice that found none isn't there.
+        read_tokens: Tokens at the start of a choice's context that were computed, or found, at the
+            furthest; a choice of which no step read anything isn't there.
         num_outputs: Output tokens of each choice that was ever in the batch, read or not.
+        num_leaving: Choices that were taken out, for which a step in flight may still compute.
+        on_left: Called when all of these have left; None = nobody waits for that.
         error: Why the generation was ended early; None while it wasn't.
         num_read: Outputs that the reader has taken.
         trace: What it goes through, for who follows that; None = nobody does.
@@ -75,7 +79,10 @@ class Generation:
         self.arrived_at = arrived_at
         self.live: dict[int, Choice] = {}
         self.cached_tokens: dict[int, int] = {}
+        self.read_tokens: dict[int, int] = {}
         self.num_outputs: dict[int, int] = {}
+        self.num_leaving = 0
+        self.on_left: Callable[[], None] | None = None
         self.num_unanswered = 0
         self.max_unread_events = max_unread_events
         self.error: ApiError | None = None
@@ -90,6 +97,11 @@ class Generation:
     def is_full(self) -> bool:
         """Whether the client has left as much unread as it may."""
         return self._num_unread_events >= self.max_unread_events
+
+    def count(self, index: int, output: TokenOutput) -> None:
+        """Count what a step gave to a choice, whether it will be read or not."""
+        if output.token is not None:
+            self.num_outputs[index] = self.num_outputs.get(index, 0) + 1
 
     def put(self, index: int, output: TokenOutput) -> None:
         """Add what a step gave to a choice."""

@@ -62,6 +62,7 @@ class Generations:
         self._levels = levels
         self._by_id: dict[str, Generation] = {}
         self._by_request: dict[str, Choice] = {}
+        self._leaving: dict[str, Choice] = {}
         self._is_draining = False
         self._is_told_to_drain = False
         self.is_leaving = False
@@ -119,11 +120,22 @@ class Generations:
             self._engine.finish(choice.request_id)
             self._close(choice, ended_at=choice.last_token_at, cause=None)
 
-    def end(self, generation: Generation, *, cause: CancelCause) -> None:
-        """Forget a generation; what still runs of it is cancelled."""
+    def end(
+        self, generation: Generation, *, cause: CancelCause, on_left: Callable[[], None]
+    ) -> None:
+        """Forget a generation; what still runs of it is cancelled.
+
+        Args:
+            generation: Whose reader has read enough.
+            cause: Why what still runs is cancelled.
+            on_left: Called when nothing is computed for it any more: its counts are final then.
+        """
         for choice in list(generation.live.values()):
-            self._engine.cancel(choice.request_id, cause)
-            self._close(choice, ended_at=None, cause=cause)
+            self._take_out(choice, cause)
+        if generation.num_leaving:
+            generation.on_left = on_left
+        else:
+            on_left()
         has_ended = self._by_id.pop(generation.generation_id, None) is not None
         if not self._by_id:
             self._idle.set()
@@ -196,12 +208,12 @@ class Generations:
         for request_id in report.admitted:
             if (choice := self._by_request.get(request_id)) is not None:
                 self._note_admission(choice, report.planned_at)
-        for request_id, num_tokens in report.cached:
-            if (choice := self._by_request.get(request_id)) is not None:
-                choice.generation.cached_tokens[choice.index] = num_tokens
+        self._count_prompts(report)
         for output in report.outputs:
             if (choice := self._by_request.get(output.request_id)) is not None:
                 self._take(choice, output, report.committed_at)
+            elif (choice := self._leaving.get(output.request_id)) is not None:
+                choice.generation.count(choice.index, output)
         for request_id, cause in report.expired:
             self._abort_of(request_id, _EXPIRY_ERRORS[cause](), CancelCause(cause.value))
         for request_id in report.stopped:
@@ -209,6 +221,19 @@ class Generations:
         for request_id in report.failed:
             error = EngineFailedError(f"A step failed: {report.failure}")
             self._abort_of(request_id, error, CancelCause.ENGINE_FAILED)
+
+    def _count_prompts(self, report: StepReport) -> None:
+        """Note what was found of prompts, and what was computed: of those that leave, too."""
+        for request_id, num_tokens in report.cached:
+            if (choice := self._counted(request_id)) is not None:
+                choice.generation.cached_tokens[choice.index] = num_tokens
+        for request_id, end in report.reading:
+            if (choice := self._counted(request_id)) is not None:
+                read = choice.generation.read_tokens
+                read[choice.index] = max(end, read.get(choice.index, 0))
+
+    def _counted(self, request_id: str) -> Choice | None:
+        return self._by_request.get(request_id) or self._leaving.get(request_id)
 
     def engine_stopped(self) -> None:
         """End everything: no more tokens will come."""
@@ -229,6 +254,7 @@ class Generations:
 
     def _take(self, choice: Choice, output: TokenOutput, now: float) -> None:
         generation = choice.generation
+        generation.count(choice.index, output)
         if output.token is not None:
             self._note_token(choice, now)
         if output.finish_reason is not None:
@@ -249,9 +275,26 @@ class Generations:
         if not generation.live:
             return
         for choice in list(generation.live.values()):
-            self._engine.cancel(choice.request_id, cause)
-            self._close(choice, ended_at=None, cause=cause)
+            self._take_out(choice, cause)
         generation.fail(error)
+
+    def _take_out(self, choice: Choice, cause: CancelCause) -> None:
+        """Cancel a choice; what the step in flight computes for it is counted."""
+        event_loop = asyncio.get_running_loop()
+        self._leaving[choice.request_id] = choice
+        choice.generation.num_leaving += 1
+        self._engine.cancel(choice.request_id, cause).add_done_callback(
+            # In the engine's thread, and so behind what its steps have told.
+            lambda _: event_loop.call_soon_threadsafe(self._has_left, choice)
+        )
+        self._close(choice, ended_at=None, cause=cause)
+
+    def _has_left(self, choice: Choice) -> None:
+        del self._leaving[choice.request_id]
+        generation = choice.generation
+        generation.num_leaving -= 1
+        if not generation.num_leaving and generation.on_left is not None:
+            generation.on_left()
 
     def _end_trace(self, trace: RequestTrace, generation: Generation) -> None:
         # Of a prompt's choices the first tells what was cached: others find what it has computed.
@@ -303,4 +346,3 @@ class Generations:
             if window is not None:
                 window.note_gap(choice.pace, seconds, now)
         choice.last_token_at = now
-        choice.generation.num_outputs[choice.index] += 1

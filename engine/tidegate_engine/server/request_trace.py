@@ -204,7 +204,7 @@ class RequestTraces:
         for decision in report.decisions:
             if (choice := self._choices.get(decision.request_id)) is not None:
                 choice.decide(decision, report.planned_at)
-        for request_id in report.reading:
+        for request_id, _ in report.reading:
             if (choice := self._choices.get(request_id)) is not None:
                 choice.read()
         for output in report.outputs:

@@ -92,13 +92,15 @@ class Answer:
 
     def release(self) -> None:
         """Forget the generation: what still runs of it is cancelled, what it used is charged."""
+        self.generations.end(self.generation, cause=CancelCause.DISCONNECT, on_left=self._settle)
+
+    def _settle(self) -> None:
         generation = self.generation
-        self.generations.end(generation, cause=CancelCause.DISCONNECT)
         self.rate_gate.settle(
             self.reservation,
             computed_tokens=sum(
-                self.prompt_lengths[index] - generation.cached_tokens.get(index, 0)
-                for index in generation.num_outputs
+                min(read, self.prompt_lengths[index]) - generation.cached_tokens.get(index, 0)
+                for index, read in generation.read_tokens.items()
             ),
             outputs=[*generation.num_outputs.values()],
         )

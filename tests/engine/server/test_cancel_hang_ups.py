@@ -41,6 +41,7 @@ def check_empty(engine: RunningEngine) -> None:
     """Nothing is left of any request, anywhere."""
     generations = engine.service.generations
     eventually(lambda: not generations.running_ids and engine.is_idle(), "an empty engine")
+    eventually(lambda: not generations._leaving, "nobody who leaves")
     assert not generations._by_request
     assert not engine.service.engine._live
     stats = engine.stats()

@@ -106,6 +106,29 @@ def test_a_request_that_never_ran_costs_nothing(redis_url: str) -> None:
         assert ask(engine, prompt=[7] * 150, max_tokens=50).status_code == 200
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_of_a_prompt_whose_client_left_what_was_computed_is_charged_and_no_more(
+    redis_url: str, *, stream: bool
+) -> None:
+    rate = RateRule(tokens_per_minute=60, burst_percent=10_000)
+    with a_running_engine(a_snapshot(a_keyed_tenant(rate=rate)), redis_url=redis_url) as engine:
+        engine.gate.let_one_pass()  # none is held yet: the first will be
+        with a_raw_request(engine.port, prompt=[7] * 5000, max_tokens=100, stream=stream):
+            eventually(lambda: engine.gate.is_holding, "its first step")
+            counted = engine.service.engine.stats()
+            engine.gate.let_one_pass()
+            counted.result(timeout=10)
+            eventually(lambda: engine.gate.is_holding, "its second step")
+        eventually(lambda: not engine.service.generations.running_ids, "its client has left")
+        engine.gate.open()
+        eventually(engine.is_idle, "an idle engine")
+        computed = engine.stats().scheduler.tenants["acme"].prompt_tokens
+        assert computed == 2 * 256
+        left = 6000 - computed
+        assert ask(engine, prompt=[8] * (left + 100), max_tokens=1).status_code == 429
+        assert ask(engine, prompt=[8] * (left - 1), max_tokens=1).status_code == 200
+
+
 def test_what_was_computed_and_never_read_is_charged(redis_url: str) -> None:
     with two_engines(redis_url, RateRule(tokens_per_minute=1000)) as engines:
         engine = engines[0]
