@@ -215,8 +215,10 @@ class BlockPool:
                 self._keys[block] = None
                 del self._blocks[key]
 
-    def match(self, keys: Sequence[bytes]) -> list[int]:
+    def match(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks of the longest leading run of keys that are all registered.
+
+        No key behind the first that isn't is looked at.
 
         No reference is taken: share the blocks before anything else is allocated.
         """

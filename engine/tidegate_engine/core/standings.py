@@ -1,4 +1,7 @@
-"""Where requests stand: what they wait for, behind how many of their own, and for how long."""
+"""Where requests stand: what they wait for, behind how many of their own, and for how long.
+
+And where one would begin that has yet to come: behind what the prefix cache has of its prompt.
+"""
 
 import enum
 from bisect import bisect_left
@@ -9,6 +12,7 @@ from typing import NamedTuple, Protocol
 from tidegate_engine.core.books import Books
 from tidegate_engine.core.decisions import Reason
 from tidegate_engine.core.limits import EngineLimits
+from tidegate_engine.core.request import Request
 from tidegate_engine.core.sequence import Phase, Sequence
 from tidegate_engine.core.tenants import Tenant
 from tidegate_engine.core.ttft import TtftForecast
@@ -80,6 +84,10 @@ class Line(NamedTuple):
 class StandingBook(Protocol):
     """Tells where requests stand; nothing is changed."""
 
+    def cached_tokens(self, request: Request) -> int:
+        """Return how many tokens of its prompt a request that came now would find computed."""
+        ...
+
     def of(self, request_ids: Iterable[str], now: float) -> tuple[Standing, ...]:
         """Return where the live ones of these requests stand."""
         ...
@@ -108,6 +116,7 @@ class Standings:
             ttft: Predicts waits.
             limits: In force, until `obey`.
         """
+        self._pool = books.memory.pool
         self._tenants = books.tenants
         self._running = books.running
         self._live = live
@@ -117,6 +126,22 @@ class Standings:
     def obey(self, limits: EngineLimits) -> None:
         """Predict under these limits from now on."""
         self._limits = limits
+
+    def cached_tokens(self, request: Request) -> int:
+        """Return how many tokens of its prompt a request that came now would find computed.
+
+        Keys are made no further than they are found: a prompt that isn't cached costs one.
+        """
+        tenant = self._tenants.declared(request.tenant)
+        prompt, size = request.prompt_ids, self._pool.block_size
+        if tenant is None or not prompt:
+            return 0
+        keys = tenant.block_keys(size)
+        found = self._pool.match(
+            keys.upto(prompt, number + 1, start=number)[0] for number in range(len(prompt) // size)
+        )
+        # The last token is computed in any case.
+        return min(len(found) * size, len(prompt) - 1)
 
     def of(self, request_ids: Iterable[str], now: float) -> tuple[Standing, ...]:
         """Return where the live ones of these requests stand."""

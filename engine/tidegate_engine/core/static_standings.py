@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from tidegate_engine.core.padded_batch import Member
+from tidegate_engine.core.request import Request
 from tidegate_engine.core.sequence import Phase
 from tidegate_engine.core.standings import Line, Standing, Wait
 
@@ -15,6 +16,10 @@ class StaticStandings:
         """Read what waits, and what is in the batch."""
         self._waiting = waiting
         self._batch = batch
+
+    def cached_tokens(self, request: Request) -> int:  # noqa: ARG002
+        """Return 0: nothing is kept of a prompt for another one."""
+        return 0
 
     def of(self, request_ids: Iterable[str], now: float) -> tuple[Standing, ...]:  # noqa: ARG002
         """Return where the live ones of these requests stand."""

@@ -85,6 +85,10 @@ class FleetRates:
                 bucket.limit = limit
                 self._buckets[key] = bucket
 
+    def limits_tokens(self, tenant: str) -> bool:
+        """Tell whether it counts how many tokens are reserved for `tenant`."""
+        return (tenant, TOKENS) in self._buckets
+
     def known_shortage(self, tenant: str) -> Shortage | None:
         """Return why any request of `tenant` would be refused now, without asking anybody."""
         shortage, until = self._no_requests.get(tenant, (None, 0.0))

@@ -271,7 +271,9 @@ async def _generate(
             intake.check_fits_queue_of(rule)
         answer_format = endpoint.answer_format(_head(service, caller), body)
         reservation = await service.rate_gate.reserve(
-            caller.tenant, intake.requests, prompt_tokens=intake.prompt_tokens
+            caller.tenant,
+            intake.requests,
+            prompt_tokens=await _tokens_to_compute(service, body, caller, intake),
         )
         answer = _begin(
             service,
@@ -283,6 +285,21 @@ async def _generate(
             trace=trace,
         )
     return await _respond(answer, request, is_stream=bool(body.stream))
+
+
+async def _tokens_to_compute(
+    service: Service, body: GenerationBody, caller: Caller, intake: Intake
+) -> int:
+    """Return how many tokens of the prompts the prefix cache lacks now.
+
+    The engine is asked where the answer counts: that may take until the end of a step. Elsewhere
+    all are said to be lacking.
+    """
+    if not service.rate_gate.limits_tokens(caller.tenant):
+        return intake.prompt_tokens
+    prompts = intake.requests[:: body.n]
+    found = await service.look(lambda book, _: sum(map(book.cached_tokens, prompts)))
+    return intake.prompt_tokens - found
 
 
 def _begin(

@@ -40,6 +40,10 @@ class RateGate:
         if (shortage := self._rates.known_shortage(tenant)) is not None:
             raise _rate_limited(shortage)
 
+    def limits_tokens(self, tenant: str) -> bool:
+        """Tell whether it counts how many tokens a request of `tenant` will use."""
+        return self._rates.limits_tokens(tenant)
+
     async def reserve(
         self, tenant: str, requests: Sequence[Request], *, prompt_tokens: int
     ) -> Reservation:
@@ -48,7 +52,7 @@ class RateGate:
         Args:
             tenant: Whose.
             requests: The choices.
-            prompt_tokens: Of all prompts, each counted once.
+            prompt_tokens: To be computed of all prompts, each counted once.
 
         Raises:
             RateLimitedError: It isn't there now.

@@ -191,3 +191,33 @@ def test_in_static_batching_all_wait_for_a_place_in_the_next_batch() -> None:
     ]
     line = scheduler.standings.line("acme", 2.0, most=1)
     assert (line.length, line.first[0].waits_for) == (2, Wait.SLOT)
+    assert scheduler.standings.cached_tokens(a_request()) == 0
+
+
+@pytest.mark.parametrize(
+    ("tenant", "changed_at", "cached"),
+    [("acme", None, 47), ("acme", 20, 16), ("acme", 0, 0), ("other", None, 0)],
+)
+def test_what_a_request_is_said_to_find_of_its_prompt_is_what_it_finds(
+    tenant: str, changed_at: int | None, cached: int
+) -> None:
+    engine = crowded(a_tenant(), a_tenant("other"))
+    prompt = list(range(48))
+    engine.accept(a_request(prompt=tuple(prompt)))
+    engine.drain()
+    if changed_at is not None:
+        prompt[changed_at] = 99
+    request = a_request(tenant, prompt=tuple(prompt))
+    told = engine.scheduler.standings.cached_tokens(request)
+    engine.accept(request)
+    engine.drain()
+    found = {name: tokens for plan in engine.plans for name, tokens in plan.cached}
+    assert told == found.get(request.request_id, 0) == cached
+
+
+def test_who_is_not_let_in_is_said_to_find_nothing() -> None:
+    engine = crowded(a_tenant())
+    engine.accept(a_request(prompt=40))
+    engine.drain()
+    for stranger in (a_request("unheard-of", prompt=40), a_request(prompt=())):
+        assert engine.scheduler.standings.cached_tokens(stranger) == 0

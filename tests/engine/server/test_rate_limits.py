@@ -106,6 +106,18 @@ def test_a_request_that_never_ran_costs_nothing(redis_url: str) -> None:
         assert ask(engine, prompt=[7] * 150, max_tokens=50).status_code == 200
 
 
+def test_what_the_prefix_cache_has_of_a_prompt_is_neither_set_aside_nor_charged(
+    redis_url: str,
+) -> None:
+    rate = RateRule(tokens_per_minute=60, burst_percent=1000)
+    with a_running_engine(a_snapshot(a_keyed_tenant(rate=rate)), redis_url=redis_url) as engine:
+        answers = [ask(engine, prompt=[7] * 400, max_tokens=1) for _ in range(5)]
+        assert [answer.status_code for answer in answers] == [200] * 5
+        usage = answers[-1].json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 399
+        assert ask(engine, prompt=[8] * 400, max_tokens=1).status_code == 429
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_of_a_prompt_whose_client_left_what_was_computed_is_charged_and_no_more(
     redis_url: str, *, stream: bool
