@@ -149,7 +149,8 @@ class Settings(BaseSettings):
             `max_num_seqs`, as each running request computes one. Smaller steps keep the time
             between two tokens short while prompts are read.
         max_waiting: Most queued requests of all tenants; further ones are answered with 503. A
-            quarter is divided among the tenants: what is one's own there, others can't fill.
+            quarter is divided among the tenants, one place for each at least: what is one's own
+            there, others can't fill, and one gets it beyond the limit if they did before.
         threads: CPU threads of a step; None = `auto`: measured at the start, at most the cores that
             the process may use. More than one only helps with cores of its own: threads that wait
             for a core spin. So engines that share cores should be told how many each has.

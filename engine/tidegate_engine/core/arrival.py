@@ -164,23 +164,42 @@ def refuse_prompt(request: Request, tenant: Tenant, *, cap_tokens: int) -> Rejec
 def refuse_for_queue(
     tenant: Tenant, *, num_tenants: int, num_waiting: int, max_waiting: int
 ) -> Rejection | None:
-    """Tell whether the engine's queue is full.
-
-    A quarter of the engine's queue is divided among the tenants, a part for each that the others
-    can't fill.
-    """
-    own_part = max_waiting // (4 * num_tenants)
-    others_parts = own_part * (num_tenants - 1)
-    if num_waiting < max_waiting - others_parts:
-        return None
-    if sum(one.waiting for one in tenant.in_tiers) < own_part:
+    """Tell whether the engine's queue is full for this tenant."""
+    own_waiting = sum(one.waiting for one in tenant.in_tiers)
+    if not is_queue_full(
+        own_waiting, num_tenants=num_tenants, num_waiting=num_waiting, max_waiting=max_waiting
+    ):
         return None
     return Rejection(
         code=RejectionCode.QUEUE_FULL,
         message=f"{num_waiting} requests are waiting already, the limit is {max_waiting}, of which"
-        f" {others_parts} are for other tenants",
+        " a quarter is for tenants with few of them",
         retry_after_seconds=RETRY_SECONDS,
     )
+
+
+def is_queue_full(
+    own_waiting: int, *, num_tenants: int, num_waiting: int, max_waiting: int
+) -> bool:
+    """Tell whether the engine's queue has no room for a further request of a tenant.
+
+    A quarter of it is divided among the tenants: a part for each that the others can't fill, and
+    that is one place at least. Where these are more than the quarter has, or others came to fill
+    the queue before the tenant was declared, whoever is below its part gets in beyond the limit;
+    that ends a quarter above it.
+
+    Args:
+        own_waiting: Requests of the tenant that are not in the batch.
+        num_tenants: Whose requests are let in, this one included.
+        num_waiting: Requests of all tenants that are not in the batch.
+        max_waiting: The limit.
+    """
+    quarter = max_waiting // 4
+    own_part = max(1, quarter // num_tenants)
+    others_parts = min(quarter, own_part * (num_tenants - 1))
+    if num_waiting < max_waiting - others_parts:
+        return False
+    return own_waiting >= own_part or num_waiting >= max_waiting + quarter
 
 
 def new_sequence(

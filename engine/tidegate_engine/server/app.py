@@ -12,6 +12,8 @@ from fastapi import Depends, FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
+from tidegate_engine.core.arrival import is_queue_full
+from tidegate_engine.core.request import TenantStats
 from tidegate_engine.fleet.rates import Reservation
 from tidegate_engine.metrics import Scrape
 from tidegate_engine.server.answers import (
@@ -226,7 +228,13 @@ def _check_servable(service: Service, caller: Caller) -> None:
         if caller.tier not in allowed:
             raise TierNotAllowedError(TIER_HEADER, allowed)
     service.rate_gate.check(caller.tenant)
-    if service.engine.last_stats.scheduler.waiting >= service.max_waiting:
+    stats = service.engine.last_stats.scheduler
+    if is_queue_full(
+        stats.tenants.get(caller.tenant, TenantStats()).waiting,
+        num_tenants=max(1, len(stats.tenants)),
+        num_waiting=stats.waiting,
+        max_waiting=service.max_waiting,
+    ):
         service.count.begin()
         raise QueueFullError(service.max_waiting)
 

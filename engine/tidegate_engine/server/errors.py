@@ -237,7 +237,9 @@ class QueueFullError(ApiError):
 
     def __init__(self, max_waiting: int) -> None:
         super().__init__(
-            ErrorCode.QUEUE_FULL, f"{max_waiting} requests are waiting already (the limit)."
+            ErrorCode.QUEUE_FULL,
+            f"The queue is full: its limit is {max_waiting} requests, of which a quarter is for"
+            " tenants with few of them.",
         )
 
 

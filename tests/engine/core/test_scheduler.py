@@ -144,6 +144,19 @@ def test_a_part_of_the_queue_stays_free_for_every_other_tenant() -> None:
     assert run.scheduler.num_waiting == 24
 
 
+def test_with_more_tenants_than_a_quarter_of_the_queue_has_places_each_may_have_one() -> None:
+    tenants = [f"tenant{number}" for number in range(20)]
+    run = a_run(a_snapshot(a_tenant("crowd"), *map(a_tenant, tenants)), max_waiting=8)
+
+    def is_refused(tenant: str) -> bool:
+        return run.scheduler.submit(a_request(tenant), 0.0) is not None
+
+    assert [is_refused("crowd") for _ in range(8)] == [False] * 6 + [True] * 2
+    assert not is_refused("tenant0")
+    assert [is_refused(tenant) for tenant in tenants[:5]] == [True] + [False] * 3 + [True]
+    assert run.scheduler.num_waiting == 10  # a quarter beyond the limit, and no more
+
+
 # -- policy ---------------------------------------------------------------------------------------
 
 

@@ -9,11 +9,15 @@ from contextlib import ExitStack
 
 import pytest
 
+from tidegate_policies.rules import StopPolicy
 from tidegate_testing.cluster import eventually
-from tidegate_testing.engines import MODEL, RunningEngine, a_running_engine
+from tidegate_testing.engines import MODEL, RunningEngine, a_keyed_tenant, a_running_engine
+from tidegate_testing.policies import a_snapshot
 from tidegate_testing.raw_requests import a_completion, a_head, a_raw_request, connect
+from tidegate_testing.scheduling import a_request
 
 SHORT = {"model": MODEL, "prompt": "Hello", "max_tokens": 1}
+FLOOD = a_keyed_tenant("flood", stop=StopPolicy.HOLD)
 
 
 def check_serves(engine: RunningEngine) -> None:
@@ -34,6 +38,35 @@ def test_a_full_queue_is_503_at_once() -> None:
             assert engine.stats().scheduler.waiting == 2
         eventually(engine.is_idle, "an idle engine")
         check_serves(engine)
+
+
+def hold_a_flood(engine: RunningEngine, *, sent: int) -> int:
+    """Send requests of a tenant on hold; return how many wait then."""
+    for _ in range(sent):
+        engine.service.engine.submit(a_request("flood"))
+    return engine.stats().scheduler.waiting
+
+
+def code_of(engine: RunningEngine, tenant: str) -> str:
+    answer = engine.http(tenant).post("/v1/completions", json=SHORT)
+    return str(answer.headers.get("x-tidegate-reason", answer.status_code))
+
+
+def test_with_very_many_tenants_one_that_floods_keeps_none_out() -> None:
+    names = [f"tenant{number}" for number in range(100)]
+    policy = a_snapshot(FLOOD, *map(a_keyed_tenant, names))
+    with a_running_engine(policy, max_waiting=40) as engine:
+        assert hold_a_flood(engine, sent=50) == 30
+        assert code_of(engine, "flood") == "queue_full"
+        assert [code_of(engine, name) for name in names[:5]] == ["200"] * 5
+
+
+def test_a_tenant_that_is_declared_while_another_fills_the_queue_gets_in() -> None:
+    with a_running_engine(a_snapshot(FLOOD), max_waiting=40) as engine:
+        assert hold_a_flood(engine, sent=50) == 40
+        engine.apply(a_snapshot(FLOOD, a_keyed_tenant("fresh")))
+        assert code_of(engine, "fresh") == "200"
+        assert code_of(engine, "flood") == "queue_full"
 
 
 def test_thousands_of_callers_are_answered_or_refused_and_leave_nothing() -> None:
