@@ -257,16 +257,21 @@ def tell_of_loop(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
     closed; nothing of either runs any more.
 
     A connection that uvloop is told to give up just as it has opened it, and that the other side
-    closes before the handshake of TLS, leaves an error to which nobody listens.
+    closes before the handshake of TLS, leaves an error to which nobody listens. And what TLS has
+    to say over a connection that was closed meanwhile, uvloop tries to send, and complains.
     """
     exception, future = context.get("exception"), context.get("future")
+    transport = context.get("transport")
     # A task is one of ours, and its end somebody's to know of.
     is_given_up = (
         isinstance(exception, OSError)
         and future is not None
         and not isinstance(future, asyncio.Task)
     )
-    if "asyncgen" in context or is_given_up:
+    is_closed = (
+        isinstance(exception, RuntimeError) and transport is not None and transport.is_closing()
+    )
+    if "asyncgen" in context or is_given_up or is_closed:
         _LOG.debug("%s: %r", context["message"], exception)
     else:
         loop.default_exception_handler(context)

@@ -118,6 +118,26 @@ async def test_a_task_that_ends_by_a_connection_is_told_of(
     assert "nobody is there" in caplog.text
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_what_tls_would_send_over_a_closed_connection_is_not_told(
+    caplog: pytest.LogCaptureFixture, *, is_closed: bool
+) -> None:
+    async def complain() -> None:
+        loop = asyncio.get_running_loop()
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            host, port = server.getsockname()
+            transport, _ = await loop.create_connection(asyncio.Protocol, host, port)
+            if is_closed:
+                transport.close()
+            complaint = {"message": "Fatal error on SSL protocol", "transport": transport}
+            tell_of_loop(loop, {**complaint, "exception": RuntimeError("the handler is closed")})
+            transport.close()
+
+    with caplog.at_level(logging.INFO):
+        uvloop.run(complain())
+    assert ("Fatal error" not in caplog.text) is is_closed
+
+
 async def test_other_complaints_of_the_loop_are_told(caplog: pytest.LogCaptureFixture) -> None:
     loop = asyncio.get_running_loop()
     tell_of_loop(loop, {"message": "a callback failed", "exception": ValueError("x")})
