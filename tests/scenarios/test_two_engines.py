@@ -4,13 +4,10 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_policies.rules import (
@@ -22,89 +19,26 @@ from tidegate_policies.rules import (
     StopPolicy,
 )
 from tidegate_policies.snapshot import PolicySnapshot
-from tidegate_policies.wire import EngineReport, TenantCounters
-from tidegate_testing.cluster import eventually
-from tidegate_testing.control import Publisher, until
-from tidegate_testing.engine_process import EngineProcess, an_engine_process
-from tidegate_testing.engines import MODEL, a_keyed_tenant, key_of
+from tidegate_testing.control import until
+from tidegate_testing.engine_pool import Pool, a_body, a_pool, ask
+from tidegate_testing.engine_process import an_engine_process
+from tidegate_testing.engines import a_keyed_tenant, key_of
 from tidegate_testing.policies import a_snapshot
 
-PODS = ("engine-0", "engine-1")
 MAX_WAITING = 160
-
-
-@dataclass
-class Pool:
-    """Two engines, and the control plane of their pool."""
-
-    publisher: Publisher
-    engines: tuple[EngineProcess, ...]
-    revision: int = 0
-
-    def apply(self, policy: PolicySnapshot) -> None:
-        """Put a policy in force in both."""
-        self.revision += 1
-        self.publisher.publish(policy, self.revision)
-        eventually(
-            lambda: all(report.revision == self.revision for report in self.reports()),
-            f"revision {self.revision} in both engines",
-        )
-
-    def reports(self) -> list[EngineReport]:
-        found = [self.publisher.report(pod) for pod in PODS]
-        return [report for report in found if report is not None]
-
-    def counters(self, tenant: str = "acme") -> list[TenantCounters]:
-        """Return what each engine reports of a tenant; those that report nothing are left out."""
-        return [c for report in self.reports() for c in report.tenants if c.tenant == tenant]
-
-    def total(self, field: str, tenant: str = "acme") -> float:
-        return sum(float(getattr(counters, field)) for counters in self.counters(tenant))
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Return the sum over both engines."""
-        total = 0.0
-        for engine in self.engines:
-            answer = engine.get("/metrics")
-            assert answer is not None
-            for family in text_string_to_metric_families(answer.text):
-                for sample in family.samples:
-                    if sample.name == name and labels.items() <= sample.labels.items():
-                        total += sample.value
-        return total
-
-    def url(self, number: int) -> str:
-        """Return the URL of completions at one engine after the other."""
-        return f"http://127.0.0.1:{self.engines[number % 2].port}/v1/completions"
 
 
 @pytest.fixture(scope="module")
 def processes(
     redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pool]:
-    publisher = Publisher(redis_server.url)
-    with ExitStack() as stack:
-        engines = tuple(
-            stack.enter_context(
-                an_engine_process(
-                    publisher,
-                    tmp_path_factory.mktemp(pod),
-                    TIDEGATE_POD_NAME=pod,
-                    TIDEGATE_KV_BLOCKS="4096",
-                    TIDEGATE_MAX_NUM_SEQS="128",
-                    TIDEGATE_MAX_WAITING=str(MAX_WAITING),
-                    TIDEGATE_SIMULATED_STEP_SECONDS="0.005",
-                    TIDEGATE_SIMULATED_DECODE_SECONDS="0",
-                    TIDEGATE_SIMULATED_PREFILL_TOKEN_SECONDS="0",
-                )
-            )
-            for pod in PODS
-        )
-        pool = Pool(publisher, engines)
-        publisher.publish(a_snapshot(a_keyed_tenant("nobody")), 1)
-        pool.revision = 1
-        for engine in engines:
-            engine.wait_until_ready()
+    with a_pool(
+        redis_server.url,
+        tmp_path_factory.mktemp("pool"),
+        step_seconds=0.005,
+        TIDEGATE_MAX_NUM_SEQS="128",
+        TIDEGATE_MAX_WAITING=str(MAX_WAITING),
+    ) as pool:
         yield pool
 
 
@@ -125,19 +59,6 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
 def policy(**fields: object) -> PolicySnapshot:
     acme = a_keyed_tenant("acme", **fields)
     return a_snapshot(acme, a_keyed_tenant("zeta"), kv_estimate=KvEstimate.OPTIMISTIC)
-
-
-def a_body(number: int, *, prompt: int = 5, output: int = 5) -> dict[str, object]:
-    """Return a request whose prompt nobody else has."""
-    ids = [number % 50, number // 50 % 50, *[7] * (prompt - 2)]
-    return {"model": MODEL, "prompt": ids, "max_tokens": output, "ignore_eos": True}
-
-
-def ask(
-    client: httpx.AsyncClient, pool: Pool, number: int, *, tenant: str = "acme", **sizes: int
-) -> Awaitable[httpx.Response]:
-    headers = {"authorization": f"Bearer {key_of(tenant)}"}
-    return client.post(pool.url(number), json=a_body(number, **sizes), headers=headers)
 
 
 async def stream(

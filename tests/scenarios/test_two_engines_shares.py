@@ -1,0 +1,128 @@
+"""Two engine processes and a real Redis: what the engines of a pool tell each other counts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from redis import Redis
+
+from tidegate_devcluster.redis_server import RedisServer
+from tidegate_policies.rules import BatchingRule, PreemptionMode, PreemptionRule, RateRule
+from tidegate_testing.control import until
+from tidegate_testing.engine_pool import Pool, a_pool, ask
+from tidegate_testing.engines import a_keyed_tenant
+from tidegate_testing.policies import a_snapshot
+
+
+@pytest.fixture(scope="module")
+def pool(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with a_pool(
+        redis_server.url,
+        tmp_path_factory.mktemp("pool"),
+        step_seconds=0.02,
+        TIDEGATE_MAX_NUM_SEQS="4",
+    ) as pool:
+        yield pool
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=1000)
+    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+        yield client
+
+
+@asynccontextmanager
+async def asked(*requests: "asyncio.Future[httpx.Response]") -> AsyncIterator[None]:
+    """Hang up at the end of the block."""
+    try:
+        yield
+    finally:
+        for request in requests:
+            request.cancel()
+        await asyncio.wait(requests)
+
+
+def output_tokens(pool: Pool, tenant: str) -> float:
+    return pool.metric("tidegate_tokens_total", tenant=tenant, kind="output")
+
+
+def leases(pool: Pool, tenant: str) -> list[bytes]:
+    with Redis.from_url(pool.publisher.url) as redis:
+        fields = redis.hkeys(f"tidegate:{pool.publisher.pool}:rate:tokens:{tenant}")
+    return [field for field in fields if field.startswith(b"lease:")]
+
+
+async def test_who_sends_all_to_one_engine_and_who_spreads_are_served_by_weight(
+    pool: Pool, client: httpx.AsyncClient
+) -> None:
+    tenants = (a_keyed_tenant("spread", weight=200), a_keyed_tenant("single", weight=100))
+    await asyncio.to_thread(pool.apply, a_snapshot(*tenants))
+    spread = [
+        asyncio.ensure_future(ask(client, pool, number, output=20, tenant="spread"))
+        for number in range(300)
+    ]
+    single = [
+        asyncio.ensure_future(ask(client, pool, 2 * number, output=20, tenant="single"))
+        for number in range(150)
+    ]
+    async with asked(*spread, *single):
+        await until(
+            lambda: output_tokens(pool, "single") + output_tokens(pool, "spread") > 3000,
+            "service of both",
+        )
+        tokens = {tenant: output_tokens(pool, tenant) for tenant in ("spread", "single")}
+        assert min(pool.total("waiting", tenant) for tenant in tokens) > 0
+    # Engines that know nothing of each other would give it a third of the first one, a sixth.
+    assert tokens["single"] / sum(tokens.values()) == pytest.approx(1 / 3, abs=0.06)
+
+
+async def test_what_is_given_back_in_one_engine_is_soon_there_for_the_other(
+    pool: Pool, client: httpx.AsyncClient
+) -> None:
+    rule = RateRule(tokens_per_minute=60, burst_percent=500)
+    await asyncio.to_thread(pool.apply, a_snapshot(a_keyed_tenant("rated", rate=rule)))
+    # Sets 133 tokens of 300 aside, and uses few of them.
+    first = asyncio.ensure_future(ask(client, pool, 0, output=250, tenant="rated"))
+    async with asked(first):
+        await until(lambda: pool.total("running", "rated") == 1, "one that runs")
+    # Not by the other's asking, which takes the leases of engines that were silent for long.
+    await until(lambda: not leases(pool, "rated"), "the lease to be given back")
+    assert (await ask(client, pool, 1, prompt=215, tenant="rated")).status_code == 200
+
+
+async def test_preemptions_and_what_they_cost_are_the_same_in_metrics_and_in_reports(
+    pool: Pool, client: httpx.AsyncClient
+) -> None:
+    eager = PreemptionRule(mode=PreemptionMode.RECOMPUTE, min_quantum_tokens=0)
+    policy = a_snapshot(
+        a_keyed_tenant("batch", tier="low", preemption=eager),
+        a_keyed_tenant("gold", tier="high"),
+        tiers={"high": 10, "low": 0},
+        batching=BatchingRule(max_num_seqs=1),
+    )
+    await asyncio.to_thread(pool.apply, policy)
+    read = pool.metric("tidegate_step_tokens_sum", kind="prefill")
+    batch = [
+        asyncio.ensure_future(ask(client, pool, n, output=100, tenant="batch")) for n in range(2)
+    ]
+    await until(lambda: pool.total("running", "batch") == 2, "one that runs in each engine")
+    gold = [ask(client, pool, n, tenant="gold") for n in range(2)]
+    answers = await asyncio.gather(*batch, *gold)
+    assert [answer.status_code for answer in answers] == [200] * 4
+    preempted = pool.metric("tidegate_preemptions_total", tenant="batch")
+    recomputed = pool.metric("tidegate_tokens_total", tenant="batch", kind="recomputed")
+    assert preempted == 2
+    assert recomputed > 0
+    await until(lambda: pool.total("preempted", "batch") == preempted, "them in the reports")
+    await until(lambda: pool.total("running", "batch") == 0, "the last report")
+    assert pool.total("recomputed_tokens", "batch") == recomputed
+    read = pool.metric("tidegate_step_tokens_sum", kind="prefill") - read
+    prompts = sum(
+        pool.metric("tidegate_tokens_total", tenant=tenant, kind="prompt")
+        for tenant in ("batch", "gold")
+    )
+    # With what was lost a victim's newest token is read, which no step had computed before.
+    assert read == prompts + recomputed + preempted
