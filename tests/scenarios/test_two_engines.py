@@ -1,10 +1,9 @@
 """One pool of two engine processes and a real Redis, under hundreds of parallel clients."""
 
 import asyncio
-import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_policies.rules import (
     BatchingRule,
-    KvEstimate,
     PreemptionMode,
     PreemptionRule,
     RateRule,
@@ -20,10 +18,22 @@ from tidegate_policies.rules import (
 )
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.control import until
-from tidegate_testing.engine_pool import Pool, a_body, a_pool, ask
 from tidegate_testing.engine_process import an_engine_process
-from tidegate_testing.engines import a_keyed_tenant, key_of
+from tidegate_testing.engines import a_keyed_tenant
 from tidegate_testing.policies import a_snapshot
+from tidegate_testing.two_engines import (
+    Pool,
+    Streams,
+    ask,
+    client,
+    codes,
+    policy,
+    pool,
+    stream,
+    two_engines,
+)
+
+__all__ = ["client", "pool"]
 
 MAX_WAITING = 160
 
@@ -32,86 +42,9 @@ MAX_WAITING = 160
 def processes(
     redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pool]:
-    with a_pool(
-        redis_server.url,
-        tmp_path_factory.mktemp("pool"),
-        step_seconds=0.005,
-        TIDEGATE_MAX_NUM_SEQS="128",
-        TIDEGATE_MAX_WAITING=str(MAX_WAITING),
-    ) as pool:
+    folder = tmp_path_factory.mktemp("engines")
+    with two_engines(redis_server.url, folder, TIDEGATE_MAX_WAITING=str(MAX_WAITING)) as pool:
         yield pool
-
-
-@pytest.fixture
-def pool(processes: Pool) -> Pool:
-    """Both engines, without anything that an earlier test left."""
-    processes.apply(a_snapshot(a_keyed_tenant("nobody")))
-    return processes
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    limits = httpx.Limits(max_connections=1000)
-    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
-        yield client
-
-
-def policy(**fields: object) -> PolicySnapshot:
-    acme = a_keyed_tenant("acme", **fields)
-    return a_snapshot(acme, a_keyed_tenant("zeta"), kv_estimate=KvEstimate.OPTIMISTIC)
-
-
-async def stream(
-    client: httpx.AsyncClient,
-    pool: Pool,
-    number: int,
-    *,
-    began: Callable[[], None],
-    output: int,
-    tenant: str = "acme",
-) -> str:
-    """Return how a stream ended: by its finish reason, or the code of the error in it."""
-    headers = {"authorization": f"Bearer {key_of(tenant)}"}
-    body = {**a_body(number, output=output), "stream": True}
-    end = ""
-    async with client.stream("POST", pool.url(number), json=body, headers=headers) as answer:
-        if answer.status_code != 200:
-            await answer.aread()
-            return str(answer.json()["error"]["code"])
-        began()
-        async for line in answer.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                return str(event["error"]["code"])
-            end = event["choices"][0]["finish_reason"] or end if event["choices"] else end
-    return end
-
-
-class Streams:
-    """Open streams over both engines."""
-
-    def __init__(self, client: httpx.AsyncClient, pool: Pool, *, count: int, output: int) -> None:
-        self.num_begun = 0
-        self.tasks = [
-            asyncio.create_task(stream(client, pool, n, began=self._begin, output=output))
-            for n in range(count)
-        ]
-
-    async def all_begun(self) -> None:
-        await until(lambda: self.num_begun == len(self.tasks), "all streams open")
-
-    async def ends(self) -> Counter[str]:
-        async with asyncio.timeout(60):
-            return Counter(await asyncio.gather(*self.tasks))
-
-    def _begin(self) -> None:
-        self.num_begun += 1
-
-
-def codes(answers: list[httpx.Response]) -> Counter[str]:
-    return Counter(answer.headers.get("x-tidegate-reason", "ok") for answer in answers)
 
 
 # -- stops ----------------------------------------------------------------------------------------
