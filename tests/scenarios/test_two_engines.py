@@ -11,6 +11,7 @@ import pytest
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_policies.rules import (
     BatchingRule,
+    KvEstimate,
     PreemptionMode,
     PreemptionRule,
     RateRule,
@@ -189,6 +190,75 @@ async def test_a_changed_preemption_policy_is_obeyed_by_what_runs_already(
     assert taken == 2
     await asyncio.to_thread(pool.apply, policy(stop=StopPolicy.CANCEL))
     assert await streams.ends() == {"tenant_stopped": 2}
+
+
+@pytest.mark.parametrize(
+    ("allowed", "before", "after"),
+    [
+        (0, PreemptionRule(min_quantum_tokens=1_000_000), PreemptionRule(min_quantum_tokens=0)),
+        (
+            1,
+            PreemptionRule(min_quantum_tokens=0, max_preemptions=1),
+            PreemptionRule(min_quantum_tokens=0, max_preemptions=2),
+        ),
+    ],
+    ids=["quantum", "cap"],
+)
+async def test_a_changed_quantum_or_cap_counts_for_what_runs_already(
+    pool: Pool,
+    client: httpx.AsyncClient,
+    allowed: int,
+    before: PreemptionRule,
+    after: PreemptionRule,
+) -> None:
+    def of(rule: PreemptionRule) -> PolicySnapshot:
+        return a_snapshot(
+            a_keyed_tenant("acme", tier="low", preemption=rule),
+            a_keyed_tenant("zeta", tier="high"),
+            tiers={"high": 10, "low": 0},
+            batching=BatchingRule(max_num_seqs=1),
+        )
+
+    await asyncio.to_thread(pool.apply, of(before))
+    streams = Streams(client, pool, count=2, output=20_000)
+    await streams.all_begun()
+    for _ in range(allowed):
+        assert codes([await ask(client, pool, n, tenant="zeta") for n in (0, 1)]) == {"ok": 2}
+    gold = [asyncio.ensure_future(ask(client, pool, n, tenant="zeta")) for n in range(100)]
+    await until(lambda: pool.total("waiting", "zeta") == 100, "gold to wait")
+    assert preempted(pool, "displaced") == 2 * allowed
+    await asyncio.to_thread(pool.apply, of(after))
+    assert codes(await asyncio.gather(*gold)) == {"ok": 100}
+    assert preempted(pool, "displaced") == 2 * (allowed + 1)
+    await asyncio.to_thread(pool.apply, policy(stop=StopPolicy.CANCEL))
+    assert await streams.ends() == {"tenant_stopped": 2}
+
+
+async def test_an_owner_that_is_to_reclaim_from_now_on_gets_its_blocks_back(
+    pool: Pool, client: httpx.AsyncClient
+) -> None:
+    def of(*, reclaims: bool) -> PolicySnapshot:
+        rule = PreemptionRule(reclaims=reclaims)
+        owner = a_keyed_tenant("zeta", kv_nominal_percent=60, preemption=rule)
+        return a_snapshot(a_keyed_tenant("acme"), owner, kv_estimate=KvEstimate.OPTIMISTIC)
+
+    await asyncio.to_thread(pool.apply, of(reclaims=False))
+    borrowers = Streams(client, pool, count=8, prompt=12_000, output=20_000)  # 3000 of 4096 blocks
+    await borrowers.all_begun()
+    owned = [
+        asyncio.ensure_future(ask(client, pool, n, tenant="zeta", prompt=20_000)) for n in range(2)
+    ]
+    await until(lambda: pool.total("waiting", "zeta") == 2, "the owner to wait")
+    assert preempted(pool, "reclaimed") == 0
+    await asyncio.to_thread(pool.apply, of(reclaims=True))
+    assert codes(await asyncio.gather(*owned)) == {"ok": 2}
+    assert preempted(pool, "reclaimed") >= 2
+    await asyncio.to_thread(pool.apply, policy(stop=StopPolicy.CANCEL))
+    assert await borrowers.ends() == {"tenant_stopped": 8}
+
+
+def preempted(pool: Pool, cause: str) -> float:
+    return pool.metric("tidegate_preemptions_total", tenant="acme", cause=cause)
 
 
 # -- usage ----------------------------------------------------------------------------------------

@@ -144,11 +144,12 @@ async def stream(
     *,
     began: Callable[[], None],
     output: int,
+    prompt: int = 5,
     tenant: str = "acme",
 ) -> str:
     """Return how a stream ended: by its finish reason, or the code of the error in it."""
     headers = {"authorization": f"Bearer {key_of(tenant)}"}
-    body = {**a_body(number, output=output), "stream": True}
+    body = {**a_body(number, prompt=prompt, output=output), "stream": True}
     end = ""
     async with client.stream("POST", pool.url(number), json=body, headers=headers) as answer:
         if answer.status_code != 200:
@@ -168,10 +169,14 @@ async def stream(
 class Streams:
     """Open streams over both engines."""
 
-    def __init__(self, client: httpx.AsyncClient, pool: Pool, *, count: int, output: int) -> None:
+    def __init__(
+        self, client: httpx.AsyncClient, pool: Pool, *, count: int, output: int, prompt: int = 5
+    ) -> None:
         self.num_begun = 0
         self.tasks = [
-            asyncio.create_task(stream(client, pool, n, began=self._begin, output=output))
+            asyncio.create_task(
+                stream(client, pool, n, began=self._begin, output=output, prompt=prompt)
+            )
             for n in range(count)
         ]
 
