@@ -6,32 +6,24 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from redis import Redis
 
 from tidegate_devcluster.redis_server import RedisServer
-from tidegate_policies.rules import BatchingRule, PreemptionMode, PreemptionRule, RateRule
+from tidegate_policies.rules import BatchingRule, PreemptionMode, PreemptionRule
 from tidegate_testing.control import until
-from tidegate_testing.engine_pool import Pool, a_pool, ask
 from tidegate_testing.engines import a_keyed_tenant
 from tidegate_testing.policies import a_snapshot
+from tidegate_testing.two_engines import Pool, ask, client, pool, two_engines
+
+__all__ = ["client", "pool"]
 
 
 @pytest.fixture(scope="module")
-def pool(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with a_pool(
-        redis_server.url,
-        tmp_path_factory.mktemp("pool"),
-        step_seconds=0.02,
-        TIDEGATE_MAX_NUM_SEQS="4",
-    ) as pool:
+def processes(
+    redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pool]:
+    slow = {"TIDEGATE_SIMULATED_STEP_SECONDS": "0.02", "TIDEGATE_MAX_NUM_SEQS": "4"}
+    with two_engines(redis_server.url, tmp_path_factory.mktemp("engines"), **slow) as pool:
         yield pool
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[httpx.AsyncClient]:
-    limits = httpx.Limits(max_connections=1000)
-    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
-        yield client
 
 
 @asynccontextmanager
@@ -47,12 +39,6 @@ async def asked(*requests: "asyncio.Future[httpx.Response]") -> AsyncIterator[No
 
 def output_tokens(pool: Pool, tenant: str) -> float:
     return pool.metric("tidegate_tokens_total", tenant=tenant, kind="output")
-
-
-def leases(pool: Pool, tenant: str) -> list[bytes]:
-    with Redis.from_url(pool.publisher.url) as redis:
-        fields = redis.hkeys(f"tidegate:{pool.publisher.pool}:rate:tokens:{tenant}")
-    return [field for field in fields if field.startswith(b"lease:")]
 
 
 async def test_who_sends_all_to_one_engine_and_who_spreads_are_served_by_weight(
@@ -77,20 +63,6 @@ async def test_who_sends_all_to_one_engine_and_who_spreads_are_served_by_weight(
         assert min(pool.total("waiting", tenant) for tenant in tokens) > 0
     # Engines that know nothing of each other would give it a third of the first one, a sixth.
     assert tokens["single"] / sum(tokens.values()) == pytest.approx(1 / 3, abs=0.06)
-
-
-async def test_what_is_given_back_in_one_engine_is_soon_there_for_the_other(
-    pool: Pool, client: httpx.AsyncClient
-) -> None:
-    rule = RateRule(tokens_per_minute=60, burst_percent=500)
-    await asyncio.to_thread(pool.apply, a_snapshot(a_keyed_tenant("rated", rate=rule)))
-    # Sets 133 tokens of 300 aside, and uses few of them.
-    first = asyncio.ensure_future(ask(client, pool, 0, output=250, tenant="rated"))
-    async with asked(first):
-        await until(lambda: pool.total("running", "rated") == 1, "one that runs")
-    # Not by the other's asking, which takes the leases of engines that were silent for long.
-    await until(lambda: not leases(pool, "rated"), "the lease to be given back")
-    assert (await ask(client, pool, 1, prompt=215, tenant="rated")).status_code == 200
 
 
 async def test_preemptions_and_what_they_cost_are_the_same_in_metrics_and_in_reports(
