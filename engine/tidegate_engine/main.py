@@ -27,6 +27,7 @@ from tidegate_engine.core.step_scheduler import StepScheduler
 from tidegate_engine.fleet.bucket_script import BucketStore
 from tidegate_engine.fleet.rates import EXPIRY_SECONDS, FleetRates
 from tidegate_engine.fleet.services import ServiceExchange
+from tidegate_engine.fleet.size import FleetSize
 from tidegate_engine.model.errors import ModelLoadError
 from tidegate_engine.parts import Parts, load_parts
 from tidegate_engine.policy_source import PolicySource, ed25519_verifier
@@ -265,7 +266,8 @@ def _rates(settings: Settings, redis: Redis, incarnation: str) -> FleetRates:
     store = BucketStore(
         redis, pool=settings.pool, engine=incarnation, expiry_seconds=EXPIRY_SECONDS
     )
-    return FleetRates(store, clock=time.monotonic)
+    size = FleetSize(StateFile(settings.engines_file))
+    return FleetRates(store, clock=time.monotonic, size=size)
 
 
 def _tasks_in_pool(
@@ -287,6 +289,7 @@ def _tasks_in_pool(
         redis=redis,
         board=service.board,
         source=source,
+        rates=rates,
         engine=service.engine,
         tenants=TenantBooks(levels=service.levels, metrics=service.metrics),
     )

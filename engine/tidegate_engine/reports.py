@@ -9,6 +9,7 @@ from redis.exceptions import RedisError
 
 from tidegate_engine.bridge import CountedEngine, engine_stats
 from tidegate_engine.core.request import SchedulerStats, TenantStats
+from tidegate_engine.fleet.rates import FleetRates
 from tidegate_engine.metrics import EngineMetrics
 from tidegate_engine.policy_board import PolicyBoard
 from tidegate_engine.policy_source import PolicySource
@@ -64,7 +65,7 @@ class TenantBooks:
 class Reporter:
     """Publishes this engine's reports until cancelled."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts by name
         self,
         *,
         pod: str,
@@ -73,6 +74,7 @@ class Reporter:
         redis: Redis,
         board: PolicyBoard,
         source: PolicySource,
+        rates: FleetRates,
         engine: CountedEngine,
         tenants: TenantBooks,
     ) -> None:
@@ -85,6 +87,7 @@ class Reporter:
             redis: Its commands must time out.
             board: Tells the policy in force.
             source: Tells what was refused, and whether the engine is degraded.
+            rates: Tell whether they are divided, which is degraded too.
             engine: Is counted.
             tenants: Tell what is to be said of each.
         """
@@ -94,6 +97,7 @@ class Reporter:
         self._redis = redis
         self._board = board
         self._source = source
+        self._rates = rates
         self._engine = engine
         self._tenants = tenants
         self._sequence = 0
@@ -138,7 +142,7 @@ class Reporter:
             digest=in_force.digest if in_force else "",
             step=in_force.step if in_force else 0,
             refused=self._source.refused,
-            degraded=self._source.degraded,
+            degraded=self._source.degraded or self._rates.is_alone,
             running=stats.running,
             waiting=stats.waiting,
             swapped=stats.swapped,

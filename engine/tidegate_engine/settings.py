@@ -120,8 +120,9 @@ class Settings(BaseSettings):
             outage, so that a black-holed connection can't hang the engine's reports.
         verify_key: The operator's Ed25519 public key, 32 raw bytes as base64. Policies that it
             didn't sign are refused.
-        state_dir: Where the last good policy is kept; must be this engine's own and outlive its
-            process. A directory of the pod's name under `$XDG_STATE_HOME/tidegate` by default.
+        state_dir: Where the last good policy is kept, and how many engines the pool had; must be
+            this engine's own and outlive its process. A directory of the pod's name under
+            `$XDG_STATE_HOME/tidegate` by default.
         executor: `torch` computes; `simulated` needs no weights and draws its tokens by hashing.
         model: `smollm2`, the path of a GGUF file, or that of a Hugging Face directory. Simulated
             engines need none: without it their tokens are bytes.
@@ -316,8 +317,16 @@ class Settings(BaseSettings):
     @property
     def policy_file(self) -> Path:
         """Where the last good policy is kept."""
+        return self._state_file("policy.json")
+
+    @property
+    def engines_file(self) -> Path:
+        """Where it is kept how many engines the pool has."""
+        return self._state_file("engines")
+
+    def _state_file(self, kind: str) -> Path:
         own = _home("XDG_STATE_HOME", ".local/state") / self.pod_name
-        return (self.state_dir or own) / f"{self.pool.replace('/', '.')}.policy.json"
+        return (self.state_dir or own) / f"{self.pool.replace('/', '.')}.{kind}"
 
 
 def _read_token(name: str, given: SecretStr | None, file: Path | None) -> str | None:

@@ -70,7 +70,7 @@ class Engines:
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """Names of the ready pods that said that they can't read Redis."""
+        """Names of the ready pods that said that they can't use Redis."""
         return tuple(
             name
             for name in self.ready
@@ -155,7 +155,7 @@ def degraded(engines: Engines, revision: int, *, is_redis_reachable: bool) -> Ve
     if not is_redis_reachable:
         problems.append(_NO_REDIS)
     if cut_off := engines.degraded:
-        problems.append(f"running on the last policy they got: {_some(cut_off)}")
+        problems.append(f"without Redis, or on a policy from the disk: {_some(cut_off)}")
     if refusals := engines.refusals(revision):
         reason = reason if problems else Reason.ENGINE_REFUSED
         problems.append(_some(refusals))

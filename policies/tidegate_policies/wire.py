@@ -144,7 +144,8 @@ class EngineReport:
         digest: Of the policy in force.
         step: Number of the first step planned under `revision`.
         refused: The newest policy that was refused, until a newer one is applied.
-        degraded: True while the engine can't read Redis or runs a policy from its disk.
+        degraded: True while the engine can't read Redis, runs a policy from its disk, or can't
+            lease and so has its part of every rate limit.
         swapped: Requests whose KV is in host memory, or on its way to or from there.
         kv_used_blocks: Blocks in use, of `kv_blocks`.
         host_blocks: KV blocks in host memory.

@@ -10,6 +10,7 @@ from redis.asyncio import Redis
 
 from tidegate_devcluster.redis_server import RedisServer
 from tidegate_engine import reports
+from tidegate_engine.fleet.rates import FleetRates
 from tidegate_engine.policy_source import PolicySource, ed25519_verifier
 from tidegate_engine.reports import Reporter, TenantBooks
 from tidegate_engine.server.service import Service, assemble
@@ -33,7 +34,7 @@ from tidegate_testing.engines import (
     a_served_model,
     rates_of,
 )
-from tidegate_testing.policies import a_snapshot, a_tenant
+from tidegate_testing.policies import POOL, a_snapshot, a_tenant
 from tidegate_testing.scheduling import a_request
 
 POD = "engine-0"
@@ -45,6 +46,7 @@ class ReportingEngine:
 
     service: Service
     redis: Redis
+    rates: FleetRates
 
 
 @asynccontextmanager
@@ -58,12 +60,14 @@ async def a_reporting_engine(
 ) -> AsyncIterator[ReportingEngine]:
     gate = gate or StepGate()
     executor = a_paced_executor(gate, blocks=64, host_blocks=16, step_seconds=step_seconds)
+    leasing = Redis.from_url(publisher.url)
+    rates = rates_of(leasing)
     service = assemble(
         pool=publisher.pool,
         scheduler=a_scheduler_of(executor),
         executor=executor,
         model=a_served_model(),
-        rates=rates_of(Redis.from_url(publisher.url)),
+        rates=rates,
         clock=time.monotonic,
         max_waiting=1000,
     )
@@ -84,16 +88,18 @@ async def a_reporting_engine(
             redis=redis,
             board=service.board,
             source=source,
+            rates=rates,
             engine=service.engine,
             tenants=TenantBooks(levels=service.levels, metrics=service.metrics),
         )
         tasks = {asyncio.create_task(source.run()), asyncio.create_task(reporter.run())}
         try:
-            yield ReportingEngine(service, redis)
+            yield ReportingEngine(service, redis, rates)
         finally:
             gate.open()
             await cancel_all(tasks)
             await asyncio.to_thread(service.engine.stop)
+            await leasing.aclose()
 
 
 @pytest.fixture
@@ -160,6 +166,22 @@ async def test_a_refused_policy_is_reported_at_once(publisher: Publisher, tmp_pa
         assert (refused.revision, refused.reason) == (2, "StaleRevision")
         publisher.publish(a_snapshot(a_tenant("zeta")), 4)
         assert (await reported(publisher, revision=4)).refused is None
+
+
+async def test_an_engine_that_cannot_lease_is_degraded_though_its_policy_comes_through(
+    publisher: Publisher, tmp_path: Path
+) -> None:
+    publisher.publish(a_snapshot(), 3)
+    async with a_reporting_engine(publisher, tmp_path) as engine:
+        await reported(publisher, revision=3)
+        key = f"tidegate:{POOL}:rate-engines"
+        await engine.redis.set(key, "of another kind")
+        await engine.rates.renew()
+        await until(lambda: (publisher.report(POD) or first_of()).degraded, "a degraded engine")
+        assert engine.service.rate_gate.is_alone
+        await engine.redis.delete(key)
+        await engine.rates.renew()
+        await until(lambda: not (publisher.report(POD) or first_of()).degraded, "all as before")
 
 
 def first_of() -> EngineReport:

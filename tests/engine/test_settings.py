@@ -238,8 +238,11 @@ def test_engines_on_one_machine_keep_their_policies_apart(
     for pod in ("engine-0", "engine-1"):
         monkeypatch.setenv("TIDEGATE_POD_NAME", pod)
         files.add(Settings.from_environment().policy_file)
+        files.add(Settings.from_environment().engines_file)
     assert files == {
-        tmp_path / "tidegate" / pod / "serving.main.policy.json" for pod in ("engine-0", "engine-1")
+        tmp_path / "tidegate" / pod / f"serving.main.{kind}"
+        for pod in ("engine-0", "engine-1")
+        for kind in ("policy.json", "engines")
     }
     monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path / "own"))
     assert Settings.from_environment().policy_file.parent == tmp_path / "own"

@@ -25,6 +25,7 @@ from tidegate_engine.core.limits import EngineLimits
 from tidegate_engine.core.scheduler import Scheduler
 from tidegate_engine.events import EngineStats, PolicyApplied
 from tidegate_engine.executor.base import Capacity
+from tidegate_engine.fleet.rates import FleetRates
 from tidegate_engine.main import redis_client
 from tidegate_engine.metrics import EngineMetrics
 from tidegate_engine.policy_board import PolicyBoard, PolicyInForce
@@ -181,6 +182,7 @@ async def _run_engine(
         redis=redis,
         board=board,
         source=source,
+        rates=FleetRates(None, clock=time.monotonic),
         engine=IdleEngine(),
         tenants=books,
     )
