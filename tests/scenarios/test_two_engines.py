@@ -273,7 +273,8 @@ async def test_what_answers_say_was_used_is_what_engines_count_and_report(
     for _ in range(2):  # the second time prompts are known
         for tenant, usage in said.items():
             requests = [
-                ask(client, pool, n, tenant=tenant, prompt=40, output=3 + n % 5) for n in range(50)
+                ask(client, pool, 500 + n, tenant=tenant, prompt=40, output=3 + n % 5)
+                for n in range(50)
             ]
             for answer in await asyncio.gather(*requests):
                 found = answer.json()["usage"]

@@ -76,7 +76,6 @@ async def test_preemptions_and_what_they_cost_are_the_same_in_metrics_and_in_rep
         batching=BatchingRule(max_num_seqs=1),
     )
     await asyncio.to_thread(pool.apply, policy)
-    read = pool.metric("tidegate_step_tokens_sum", kind="prefill")
     batch = [
         asyncio.ensure_future(ask(client, pool, n, output=100, tenant="batch")) for n in range(2)
     ]
@@ -91,10 +90,3 @@ async def test_preemptions_and_what_they_cost_are_the_same_in_metrics_and_in_rep
     await until(lambda: pool.total("preempted", "batch") == preempted, "them in the reports")
     await until(lambda: pool.total("running", "batch") == 0, "the last report")
     assert pool.total("recomputed_tokens", "batch") == recomputed
-    read = pool.metric("tidegate_step_tokens_sum", kind="prefill") - read
-    prompts = sum(
-        pool.metric("tidegate_tokens_total", tenant=tenant, kind="prompt")
-        for tenant in ("batch", "gold")
-    )
-    # With what was lost a victim's newest token is read, which no step had computed before.
-    assert read == prompts + recomputed + preempted
