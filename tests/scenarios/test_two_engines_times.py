@@ -93,7 +93,7 @@ async def test_tiers_below_0_are_shed_while_higher_ones_would_be_late_and_no_oth
 
     await asyncio.to_thread(pool.apply, policy_of())
     assert codes([await ask(client, pool, n, tenant="zeta") for n in (0, 1)]) == {"ok": 2}
-    flood = [asyncio.ensure_future(ask(client, pool, n, output=500)) for n in range(200)]
+    flood = [asyncio.ensure_future(ask(client, pool, n, output=2000)) for n in range(200)]
     await until(lambda: pool.total("waiting") == 196, "a long queue in both")
     calm = [asyncio.ensure_future(ask(client, pool, n, tenant="calm")) for n in range(20)]
     spare = await asyncio.gather(*(ask(client, pool, n, tenant="zeta") for n in range(100)))
@@ -153,11 +153,11 @@ async def test_who_waits_too_long_is_told_so_and_never_prefilled(
 async def test_a_target_between_tokens_keeps_the_batch_small_while_hundreds_ask(
     pool: Pool, client: httpx.AsyncClient
 ) -> None:
-    most = 8
+    most = 32
     target = STEP_SECONDS + most * DECODE_SECONDS
     await asyncio.to_thread(pool.apply, policy(service=ServiceRule(itl_seconds=target)))
     before = steps_beyond(pool, most)
-    answers = await asyncio.gather(*(ask(client, pool, n, output=3) for n in range(200)))
+    answers = await asyncio.gather(*(ask(client, pool, n, output=8) for n in range(200)))
     assert codes(answers) == {"ok": 200}
     assert steps_beyond(pool, most) == before
 
