@@ -1,18 +1,18 @@
 """Two engine processes and a real Redis: what the engines of a pool tell each other counts."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tidegate_devcluster.redis_server import RedisServer
-from tidegate_policies.rules import BatchingRule, PreemptionMode, PreemptionRule
+from tidegate_policies.rules import BatchingRule, PreemptionMode, PreemptionRule, StopPolicy
+from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.control import until
 from tidegate_testing.engines import a_keyed_tenant
 from tidegate_testing.policies import a_snapshot
-from tidegate_testing.two_engines import Pool, ask, client, pool, two_engines
+from tidegate_testing.two_engines import Pool, ask, client, codes, pool, two_engines
 
 __all__ = ["client", "pool"]
 
@@ -26,17 +26,6 @@ def processes(
         yield pool
 
 
-@asynccontextmanager
-async def asked(*requests: "asyncio.Future[httpx.Response]") -> AsyncIterator[None]:
-    """Hang up at the end of the block."""
-    try:
-        yield
-    finally:
-        for request in requests:
-            request.cancel()
-        await asyncio.wait(requests)
-
-
 def output_tokens(pool: Pool, tenant: str) -> float:
     return pool.metric("tidegate_tokens_total", tenant=tenant, kind="output")
 
@@ -44,8 +33,13 @@ def output_tokens(pool: Pool, tenant: str) -> float:
 async def test_who_sends_all_to_one_engine_and_who_spreads_are_served_by_weight(
     pool: Pool, client: httpx.AsyncClient
 ) -> None:
-    tenants = (a_keyed_tenant("spread", weight=200), a_keyed_tenant("single", weight=100))
-    await asyncio.to_thread(pool.apply, a_snapshot(*tenants))
+    def weighed(stop: StopPolicy = StopPolicy.NONE) -> PolicySnapshot:
+        return a_snapshot(
+            a_keyed_tenant("spread", weight=200, stop=stop),
+            a_keyed_tenant("single", weight=100, stop=stop),
+        )
+
+    await asyncio.to_thread(pool.apply, weighed())
     spread = [
         asyncio.ensure_future(ask(client, pool, number, output=20, tenant="spread"))
         for number in range(300)
@@ -54,15 +48,17 @@ async def test_who_sends_all_to_one_engine_and_who_spreads_are_served_by_weight(
         asyncio.ensure_future(ask(client, pool, 2 * number, output=20, tenant="single"))
         for number in range(150)
     ]
-    async with asked(*spread, *single):
-        await until(
-            lambda: output_tokens(pool, "single") + output_tokens(pool, "spread") > 3000,
-            "service of both",
-        )
-        tokens = {tenant: output_tokens(pool, tenant) for tenant in ("spread", "single")}
-        assert min(pool.total("waiting", tenant) for tenant in tokens) > 0
+    await until(
+        lambda: output_tokens(pool, "single") + output_tokens(pool, "spread") > 3000,
+        "service of both",
+    )
+    tokens = {tenant: output_tokens(pool, tenant) for tenant in ("spread", "single")}
+    assert min(pool.total("waiting", tenant) for tenant in tokens) > 0
     # Engines that know nothing of each other would give it a third of the first one, a sixth.
     assert tokens["single"] / sum(tokens.values()) == pytest.approx(1 / 3, abs=0.06)
+    # Clients that hang up while they connect leave sockets open.
+    await asyncio.to_thread(pool.apply, weighed(StopPolicy.CANCEL))
+    assert set(codes(await asyncio.gather(*spread, *single))) == {"ok", "tenant_stopped"}
 
 
 async def test_preemptions_and_what_they_cost_are_the_same_in_metrics_and_in_reports(
