@@ -244,14 +244,14 @@ def test_who_was_taken_out_is_told_for_which_tier_and_nowhere_for_whom(fleet: Fl
 
             def preempted() -> Any:  # noqa: ANN401
                 (found,) = fleet.json(*asked, "-n", fleet.away)["requests"]
-                return found if found["preempted"] else None
+                # "turn": it was taken out just now, and nobody has looked at it again.
+                return found if found["preempted"] and found["waits_for"] != "turn" else None
 
             night = eventually(preempted, "the preemption")
             own = {"authorization": "Bearer sk-acme"}
-            commands = (asked, ("get", "decisions"), ("status",), ("top", "--once"))
             seen = [
                 fleet.run(*one, "-n", fleet.away, *more).stdout
-                for one in commands
+                for one in (asked, ("get", "decisions"), ("status",), ("top", "--once"))
                 for more in ((), ("--json",))
             ]
             engine = f"http://127.0.0.1:{fleet.engine.port}/v1/tidegate"
