@@ -24,6 +24,11 @@ from tidegate_engine.server.request_id import REQUEST_ID_HEADER, new_request_id
 MAX_HEAD_BYTES = 32 * 1024
 """So long a head, or trailer of a chunked body, is read in any case; twice as long is none."""
 
+LINGER_SECONDS = 5
+"""How long the rest of what was refused is read before the connection is cut."""
+
+_MAX_LINGER_BYTES = 4 * 1024 * 1024
+
 # Short beside a head, as only whole pieces of one are counted.
 _PIECE_BYTES = MAX_HEAD_BYTES // 4
 
@@ -80,6 +85,8 @@ class HttpConnection(HttpToolsProtocol):
         self._request_seconds = request_seconds
         self._receiving: asyncio.TimerHandle | None = None
         self._fields: _Fields | None = None
+        self._lingers = False
+        self._num_passed_over = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a request, or cut."""
@@ -97,6 +104,9 @@ class HttpConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse what came: any part of a request, or of several."""
         self._unset_keepalive_if_required()
+        if self._lingers:
+            self._pass_over(len(data))
+            return
         try:
             self._feed(memoryview(data))
         except httptools.HttpParserError as error:
@@ -199,7 +209,7 @@ class HttpConnection(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with `error`, if that can be, and close."""
+        """Answer with `error`, if that can be, and hang up."""
         if self.transport.is_closing():
             return
         if (served := self._served) is not None:
@@ -218,7 +228,22 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.write(
             b"".join([STATUS_LINE[error.status], *lines, b"\r\n", bytes(answer.body)])
         )
-        self.transport.close()
+        self._linger()
+
+    def _linger(self) -> None:
+        """End what is sent, and let the other side end, for a while, what it sends.
+
+        A socket that is closed before it was read to its end resets the connection, and a reset
+        may overtake the answer.
+        """
+        self._lingers = True
+        self.transport.write_eof()
+        self._cut_after(LINGER_SECONDS)
+
+    def _pass_over(self, num_bytes: int) -> None:
+        self._num_passed_over += num_bytes
+        if self._num_passed_over > _MAX_LINGER_BYTES:
+            self.transport.abort()
 
     def _leave(self, served: RequestResponseCycle) -> None:
         """Let nothing more be sent for it, and who serves it see that its client is gone."""
@@ -227,8 +252,11 @@ class HttpConnection(HttpToolsProtocol):
         self.flow.resume_writing()
 
     def _expect_request(self) -> None:
+        self._cut_after(self._request_seconds)
+
+    def _cut_after(self, seconds: float) -> None:
         self._received()
-        self._receiving = self.loop.call_later(self._request_seconds, self.transport.abort)
+        self._receiving = self.loop.call_later(seconds, self.transport.abort)
 
     def _received(self) -> None:
         if self._receiving is not None:

@@ -12,6 +12,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from tidegate_engine.server import http_connection
 from tidegate_engine.server.connections import HttpServer, listen
 from tidegate_engine.server.http_connection import MAX_HEAD_BYTES
 from tidegate_testing.cluster import eventually
@@ -94,6 +95,35 @@ def test_a_head_that_is_too_long_is_refused_whether_it_ends_or_not(
     with connect(engine.port) as hostile:
         hostile.sendall(head + end)
         check_refused(read_to_the_end(hostile), 431, "headers_too_large")
+
+
+def test_a_refusal_reaches_a_client_that_has_sent_much_behind_its_cause(
+    engine: RunningEngine,
+) -> None:
+    with connect(engine.port) as hostile:
+        hostile.sendall(START + b"a: " + b"x" * 1_000_000)
+        check_refused(read_to_the_end(hostile), 431, "headers_too_large")
+        # Who reads first may go on sending, until it knows that nobody listens.
+        for _ in range(3):
+            hostile.sendall(b"x" * 1000)
+
+
+def test_a_client_that_does_not_hang_up_after_its_refusal_is_cut(
+    engine: RunningEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_connection, "LINGER_SECONDS", 0.2)
+    with connect(engine.port) as hostile:
+        hostile.sendall(b"no HTTP\r\n\r\n")
+        check_refused(read_to_the_end(hostile), 400, "invalid_http")
+        eventually(lambda: is_cut(hostile), "the connection to be cut")
+
+
+def is_cut(connection: socket.socket) -> bool:
+    try:
+        connection.sendall(b"x")
+    except ConnectionError:
+        return True
+    return False
 
 
 def test_a_head_without_an_end_is_cut_long_before_it_is_large(engine: RunningEngine) -> None:
