@@ -115,10 +115,13 @@ class Overload:
         return ledger.has_borrowers and ledger.fits_nominal(tenant.name, blocks)
 
     def _miss_of_others(self, limits: EngineLimits) -> float:
-        """Return by how much tenants of tiers from 0 up are expected to miss their targets."""
+        """Return by how much tenants of tiers from 0 up are expected to miss their targets.
+
+        What their own limits make them wait, nobody else's leaving helps.
+        """
         if self._longest_miss is None:
             misses = [
-                self.ttft.predict(
+                self.ttft.predict_of_engine(
                     tenant, 0, 1, own_ahead=tenant.queue.ahead_of(None), limits=limits
                 )
                 - target

@@ -36,6 +36,32 @@ class Backlog(NamedTuple):
     prompt_tokens: float
 
 
+class Joining(NamedTuple):
+    """Who comes to decode before somebody is served, beside those who do now.
+
+    Attributes:
+        requests: That come first, or are being read.
+        places: For them; those beyond replace who has ended.
+        context_tokens: Of each, on average while it decodes.
+    """
+
+    requests: float
+    places: int
+    context_tokens: float
+
+    @property
+    def at_last(self) -> float:
+        """How many more decode once all are read."""
+        return min(self.requests, self.places)
+
+    @property
+    def on_average(self) -> float:
+        """How many more do over the steps that read them, one after another."""
+        if not self.requests:
+            return 0.0
+        return self.at_last * (1.0 - self.at_last / (2.0 * self.requests))
+
+
 class Staying(NamedTuple):
     """Those in the batch that keep their places until they end.
 
@@ -153,25 +179,58 @@ class TtftForecast:
                 tokens.
             limits: In force.
         """
+        by_engine = self.predict_of_engine(
+            tenant, prompt_tokens, max_output_tokens, own_ahead=own_ahead, limits=limits
+        )
+        by_tenant = self._seconds_under_own_limit(
+            tenant, own_ahead[0], prompt_tokens, max_output_tokens
+        )
+        return max(by_engine, by_tenant)
+
+    def predict_of_engine(
+        self,
+        tenant: Tenant,
+        prompt_tokens: int,
+        max_output_tokens: int,
+        *,
+        own_ahead: tuple[int, int],
+        limits: EngineLimits,
+    ) -> float:
+        """Return the same, had the tenant no `max_running`: what the engine and others cause.
+
+        Args:
+            tenant: Who sends it.
+            prompt_tokens: Length of its prompt.
+            max_output_tokens: The most that it may produce.
+            own_ahead: How many of its tenant's queued requests are served before it, and their
+                tokens.
+            limits: In force.
+        """
         outputs = self._forecast.lengths.predict(tenant.name, 0, max_output_tokens)
 
-        def wait(ahead: Backlog, share: float) -> float:
+        own_pairs = prompt_tokens * (prompt_tokens + 1) / 2
+
+        def seconds(ahead: Backlog, share: float) -> float:
             mean_prompt = (ahead.prompt_tokens + prompt_tokens) / (ahead.requests + 1)
             fitting = self._num_fitting(mean_prompt + outputs)
             within_itl = self._itl.num_fitting(tenant.tier_value, mean_prompt + outputs)
             left = places(limits) - self._running.num_places
             free = int(min(left, fitting, within_itl))
-            placing = self._seconds_to_place(tenant, ahead, free=free, outputs=outputs)
+            joining = self._joining(ahead, free=free, context_tokens=mean_prompt + outputs / 2)
+            while_read = self._decode_seconds(joining.on_average, joining.context_tokens)
+            once_read = self._decode_seconds(joining.at_last, joining.context_tokens)
+            steps = self._steps_to_place(tenant, ahead, free=free, outputs=outputs)
+            placing = steps * once_read + self._marginal(ahead.prompt_tokens, 0)
+            reading = self._seconds_to_read(ahead.prompt_tokens, while_read, limits)
+            own = self._seconds_to_read(prompt_tokens, once_read, limits)
             # Prompts ahead are read while places are waited for: the longer of the two counts.
-            return max(placing, self._seconds_to_read(ahead.prompt_tokens, limits)) / share
+            return max(placing, reading) / share + own + self._marginal(0, own_pairs)
 
-        waiting = wait(self.backlog(tenant, own_ahead), self._drain.share(tenant))
+        expected = seconds(self.backlog(tenant, own_ahead), self._drain.share(tenant))
         if reserved := self._tenants.tier_of(tenant).reserved_percent:
             of_tier = self.backlog(tenant, own_ahead, passes_higher=True)
-            waiting = min(waiting, wait(of_tier, reserved / 100))
-        own_pairs = prompt_tokens * (prompt_tokens + 1) / 2
-        own = self._seconds_to_read(prompt_tokens, limits) + self._marginal(0, own_pairs)
-        return waiting + own
+            expected = min(expected, seconds(of_tier, reserved / 100))
+        return expected
 
     def seconds_to_room(
         self, tenant: Tenant, *, requests: int, prompt_tokens: int, limits: EngineLimits
@@ -200,10 +259,11 @@ class TtftForecast:
             ahead = max(requests, ceil(prompt_tokens / mean_prompt)) - 1
             own_ahead = ahead, round(ahead * mean_prompt)
             most_outputs = one.queue.num_output_tokens // length
-            waiting = self.predict(
-                one, round(mean_prompt), most_outputs, own_ahead=own_ahead, limits=limits
+            waits.append(
+                self.predict(
+                    one, round(mean_prompt), most_outputs, own_ahead=own_ahead, limits=limits
+                )
             )
-            waits.append(max(waiting, self._seconds_under_own_limit(one, ahead, most_outputs)))
         return min(waits, default=0.0)
 
     def backlog(
@@ -266,10 +326,8 @@ class TtftForecast:
         outputs = len(queue) * self._forecast.lengths.predict(tenant.name, 0, mean_limit)
         return PROMPT_TOKEN_COST * queue.num_tokens + OUTPUT_TOKEN_COST * outputs
 
-    def _seconds_to_place(
-        self, tenant: Tenant, ahead: Backlog, *, free: int, outputs: int
-    ) -> float:
-        """Return when a place in the batch is free, those ahead having got theirs.
+    def _steps_to_place(self, tenant: Tenant, ahead: Backlog, *, free: int, outputs: int) -> float:
+        """Return after how many steps a place is free, those ahead having got theirs.
 
         Args:
             tenant: Whose request waits.
@@ -286,18 +344,18 @@ class TtftForecast:
         wanted = ahead.requests + 1 - free - leaving
         if wanted <= 0:
             return 0.0
-        steps = staying.steps_until(wanted, places=free + leaving, outputs=outputs)
-        return steps * self._decode_seconds() + self._marginal(ahead.prompt_tokens, 0)
+        return staying.steps_until(wanted, places=free + leaving, outputs=outputs)
 
     def _seconds_under_own_limit(
-        self, tenant: Tenant, own_ahead: int, max_output_tokens: int
+        self, tenant: Tenant, own_ahead: int, prompt_tokens: int, max_output_tokens: int
     ) -> float:
         """Return when a tenant's `max_running` lets a request in, those ahead having been let in.
 
         Args:
             tenant: Whose request waits.
             own_ahead: How many of its queued requests, of this tier, come before it.
-            max_output_tokens: The most that each of these may produce.
+            prompt_tokens: Length of its prompt, as of theirs.
+            max_output_tokens: The most that each may produce.
         """
         limit = tenant.rule.max_running
         if limit is None:
@@ -310,7 +368,7 @@ class TtftForecast:
         staying = self._staying(tenant.name, lambda seq: seq.tenant.name == tenant.name)
         outputs = self._forecast.lengths.predict(tenant.name, 0, max_output_tokens)
         steps = staying.steps_until(wanted, places=places, outputs=outputs)
-        return steps * self._decode_seconds()
+        return steps * self._decode_seconds(max(0, places), prompt_tokens + outputs / 2)
 
     def _staying(self, whose: int | str | None, counts: Callable[[Sequence], bool]) -> "Staying":
         """Return which of those that run count; once for many arrivals.
@@ -346,16 +404,24 @@ class TtftForecast:
         blocks = max(1, ceil(num_tokens / self._memory.pool.block_size))
         return max(0, self._memory.gate.high_blocks - self._final_blocks) // blocks
 
-    def _seconds_to_read(self, prompt_tokens: float, limits: EngineLimits) -> float:
+    def _joining(self, ahead: Backlog, *, free: int, context_tokens: float) -> Joining:
+        being_read = len(self._running.prefilling)
+        return Joining(being_read + ahead.requests, being_read + max(0, free), context_tokens)
+
+    def _seconds_to_read(
+        self, prompt_tokens: float, decode_seconds: float, limits: EngineLimits
+    ) -> float:
         """Return the time of the steps that read so many tokens, decodes beside them."""
         running = self._running
         budget = max(1, prefill_budget(running.load, running.prefilling, limits, self._step_times))
         steps = ceil(prompt_tokens / budget)
-        return steps * self._decode_seconds() + self._marginal(prompt_tokens, 0)
+        return steps * decode_seconds + self._marginal(prompt_tokens, 0)
 
-    def _decode_seconds(self) -> float:
-        decodes, context = len(self._running.decoding), self._running.context_tokens
-        return self._step_times.predict(StepFeatures(0, decodes, context, 0))
+    def _decode_seconds(self, more: float = 0.0, context_tokens: float = 0.0) -> float:
+        """Return the time of a step of the decodes of now and `more`, of so much context each."""
+        decodes = len(self._running.decoding) + more
+        context = self._running.context_tokens + more * context_tokens
+        return self._step_times.predict(StepFeatures(0, round(decodes), round(context), 0))
 
     def _marginal(self, prompt_tokens: float, pairs: float) -> float:
         """Return what prompt tokens add to the steps in which they are read."""

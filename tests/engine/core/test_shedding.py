@@ -4,7 +4,9 @@ from itertools import count
 
 import pytest
 
+from tidegate_engine.core.costs import ExecutorCosts
 from tidegate_engine.core.request import Rejection, RejectionCode
+from tidegate_engine.executor.step_cost import AffineCost
 from tidegate_policies.rules import ServiceRule, TierRule
 from tidegate_policies.snapshot import PolicySnapshot
 from tidegate_testing.policies import a_snapshot, a_tenant
@@ -12,6 +14,9 @@ from tidegate_testing.scheduling import a_request
 from tidegate_testing.simulation import Simulation, a_prompt, a_simulation
 
 SHED_AFTER_1_S = ServiceRule(ttft_seconds=1.0, sheds=True)
+DEAR_DECODES = AffineCost(
+    ExecutorCosts(step_seconds=0.002, prefill_token_seconds=0.0005, decode_seconds=0.01)
+)
 _numbers = count(1)
 
 
@@ -47,6 +52,11 @@ def codes(rejections: list[Rejection | None]) -> list[RejectionCode | None]:
     return [None if r is None else r.code for r in rejections]
 
 
+def first_tokens(engine: Simulation) -> list[float]:
+    times = [timeline.ttft_seconds for timeline in engine.log.requests.values()]
+    return [seconds for seconds in times if seconds is not None]
+
+
 def test_who_would_wait_beyond_its_target_is_refused_and_told_for_how_long() -> None:
     engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
     arrive(engine, times=4)
@@ -64,7 +74,7 @@ def test_who_is_let_in_gets_its_first_token_about_when_it_was_due() -> None:
         arrive(engine, times=2, output=30)
         engine.step()
     engine.drain()
-    waits = [t.ttft_seconds for t in engine.log.requests.values() if t.ttft_seconds is not None]
+    waits = first_tokens(engine)
     rejections = [t for t in engine.log.requests.values() if t.rejection is not None]
     assert len(waits) >= 8
     assert rejections
@@ -84,6 +94,40 @@ def test_who_has_waited_already_is_predicted_to_be_later_by_that() -> None:
 def test_a_burst_beyond_the_places_of_an_idle_engine_is_refused() -> None:
     engine = an_engine(a_snapshot(a_tenant(service=SHED_AFTER_1_S)))
     assert codes(arrive(engine, times=10)) == [None] * 4 + [RejectionCode.SHED] * 6
+
+
+@pytest.mark.parametrize("max_running", [16, None])
+def test_a_burst_on_an_idle_engine_is_judged_by_the_steps_of_a_full_batch(
+    max_running: int | None,
+) -> None:
+    tenant = a_tenant(max_running=max_running, service=ServiceRule(ttft_seconds=3.0, sheds=True))
+    slots = 64 if max_running else 16
+    engine = a_simulation(a_snapshot(tenant), blocks=1000, max_num_seqs=slots, cost=DEAR_DECODES)
+    assert codes(arrive(engine, times=60, output=15)) == [None] * 32 + [RejectionCode.SHED] * 28
+    engine.drain()
+    assert 2.0 < max(first_tokens(engine)) <= 3.0
+
+
+def test_prompts_ahead_are_read_beside_the_decodes_of_those_before_them() -> None:
+    tenant = a_tenant(service=ServiceRule(ttft_seconds=3.0, sheds=True))
+    engine = a_simulation(
+        a_snapshot(tenant), blocks=1000, max_batched_tokens=128, cost=DEAR_DECODES
+    )
+    assert RejectionCode.SHED in codes(arrive(engine, times=60, prompt=100))
+    engine.drain()
+    assert 2.0 < max(first_tokens(engine)) <= 3.0
+
+
+def test_a_tenants_own_limit_makes_its_requests_wait_and_no_lower_tiers() -> None:
+    bound = a_tenant(max_running=2, service=SHED_AFTER_1_S)
+    spare = a_tenant("spare", tier="spare")
+    tiers = {"standard": 0, "spare": -1}
+    engine = an_engine(a_snapshot(bound, a_tenant("other"), spare, tiers=tiers))
+    arrive(engine, "other", times=3, output=5)
+    arrive(engine, output=80)
+    engine.step()
+    assert codes(arrive(engine, times=4, output=80)) == [None, None, *[RejectionCode.SHED] * 2]
+    assert codes(arrive(engine, "spare")) == [None]
 
 
 def test_without_the_wish_to_shed_everybody_queues() -> None:
