@@ -40,18 +40,17 @@ source of the modules that happen to be imported. The rest is up to the driver, 
 
 
 @pytest.mark.parametrize(
-    ("machine", "examples", "steps", "rules", "must_happen"),
+    ("machine", "examples", "steps", "must_happen"),
     [
-        pytest.param(SchedulerMachine, 180, 50, 7000, OFTEN, id="any-policy"),
-        pytest.param(SchedulerMachine, 55, 150, 6000, OFTEN, id="any-policy-for-long"),
-        pytest.param(QuietMachine, 180, 50, 7000, HAPPENED, id="kv-alone"),
+        pytest.param(SchedulerMachine, 180, 50, OFTEN, id="any-policy"),
+        pytest.param(SchedulerMachine, 55, 150, OFTEN, id="any-policy-for-long"),
+        pytest.param(QuietMachine, 180, 50, HAPPENED, id="kv-alone"),
     ],
 )
 def test_no_order_of_events_breaks_an_invariant(
     machine: type[SchedulerMachine],
     examples: int,
     steps: int,
-    rules: int,
     must_happen: tuple[str, ...],
 ) -> None:
     watched = machine.counting_anew()
@@ -66,7 +65,8 @@ def test_no_order_of_events_breaks_an_invariant(
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert watched.rules_run.total() >= rules
+    # Those that are cut short, for example where what is drawn repeats what was, are fewer.
+    assert watched.rules_run.total() >= examples * steps / 2
     assert [name for name in must_happen if not watched.happened[name]] == []
 
 
