@@ -2,21 +2,23 @@
 
 Gold alone against gold with others who ask for far more than there is; our policy against first
 come, first served and against plain priority; and what a tenant that misbehaves costs the others.
-All sides run on the same engines with the product's own scheduler, one after the other.
+All sides run on the same engines with the product's own scheduler, in turns.
 """
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Protocol
 
 from rich.console import Console
 
 from tidegate_cli.bench.batching import load_trace
 from tidegate_cli.bench.errors import BenchError
-from tidegate_cli.bench.isolation_figures import Run, p99, targets_of
+from tidegate_cli.bench.isolation_figures import Run, in_rounds, p99, targets_of
 from tidegate_cli.bench.isolation_fleet import FleetShape
 from tidegate_cli.bench.isolation_honouring import OVERLOAD, Honouring, HonouringClients
 from tidegate_cli.bench.isolation_load import Label, Planned, Traffic
@@ -86,7 +88,8 @@ class IsolationSettings:
                 self.scale,
                 gold_ttft_seconds=0.5,
                 lead_in_seconds=0.5,
-                seconds=2.0,
+                seconds=3.0,
+                rounds=2,
                 misbehaving_seconds=1.5,
                 queued=500,
             )
@@ -149,38 +152,61 @@ class IsolationBench:
         Raises:
             BenchError: Capacity is not known, or gold got no token when it was alone.
         """
-        self._tell("measuring the fleet's capacity")
-        capacity = await self._ground.capacity(self._scale)
-        self._tell(f"{capacity:.1f} requests/s; gold alone")
-        labels = overloaded(self._scale)
+        scale = self._scale
+        labels = overloaded(scale)
         gold = labels[0]
-        alone = await self._serve(TIDEGATE, [gold], capacity, itl_seconds=None)
-        itl_seconds = ITL_FACTOR * p99(alone.itl_seconds(gold))
-        if not itl_seconds:
-            raise BenchError("gold got no tokens when it was alone")
-        together: dict[str, Run] = {}
-        for side in self._settings.sides:
-            self._tell(f"everybody at four times the capacity: {side}")
-            together[side] = await self._serve(side, labels, capacity, itl_seconds=itl_seconds)
-        beside = beside_rogue(self._scale)
+        itl_seconds = 0.0
+        capacities: list[float] = []
+        alone: list[Run] = []
+        together: dict[str, list[Run]] = {side: [] for side in self._settings.sides}
+        for number in range(scale.rounds):
+            self._tell(f"round {number + 1} of {scale.rounds}: measuring the fleet's capacity")
+            capacity = await self._ground.capacity(scale)
+            capacities.append(capacity)
+            self._tell(f"{capacity:.1f} requests/s; gold alone")
+            serve = partial(self._serve, number=number, capacity=capacity)
+            alone.append(await serve(TIDEGATE, [gold], itl_seconds=None))
+            itl_seconds = itl_seconds or ITL_FACTOR * p99(alone[0].itl_seconds(gold))
+            if not itl_seconds:
+                raise BenchError("gold got no tokens when it was alone")
+            for side, runs in together.items():
+                self._tell(f"everybody at four times the capacity: {side}")
+                runs.append(await serve(SideName(side), labels, itl_seconds=itl_seconds))
+        beside = beside_rogue(scale)
         return IsolationFigures(
-            capacity=capacity,
+            capacity=fmean(capacities),
             labels=labels,
             targets=targets_of([*labels, *beside], itl_seconds),
-            alone=alone,
-            together=together,
+            alone=in_rounds(alone, seconds=scale.round_seconds),
+            together={
+                side: in_rounds(runs, seconds=scale.round_seconds)
+                for side, runs in together.items()
+            },
             beside=[label for label in beside if label.tenant != ROGUE],
-            misbehaving=await self._misbehave(beside, capacity, itl_seconds),
-            honouring=self._honour(capacity),
+            misbehaving=await self._misbehave(beside, capacities[-1], itl_seconds),
+            honouring=self._honour(capacities[-1]),
         )
 
     async def _serve(
-        self, side: SideName, labels: Sequence[Label], capacity: float, *, itl_seconds: float | None
+        self,
+        side: SideName,
+        labels: Sequence[Label],
+        *,
+        number: int,
+        capacity: float,
+        itl_seconds: float | None,
     ) -> Run:
-        end = self._scale.lead_in_seconds + self._scale.seconds
+        """Run a side for one round: its part of the record, the same for all sides."""
+        end = self._scale.round_seconds
+        start = number * end
+        plans = self._traffic.plan(labels, capacity=capacity, seconds=start + end)
         return await self._ground.serve(
             side_of(side, labels, itl_seconds=itl_seconds),
-            self._traffic.plan(labels, capacity=capacity, seconds=end),
+            [
+                replace(one, at_seconds=one.at_seconds - start)
+                for one in plans
+                if one.at_seconds >= start
+            ],
             begin=self._scale.lead_in_seconds,
             end=end,
         )
@@ -264,8 +290,8 @@ async def run_isolation(
     traffic = Traffic(recorded, seed=settings.seed)
     async with _ground(settings, traffic) as ground:
         figures = await IsolationBench(settings, ground, traffic, tell).run()
-    described = {
-        **asdict(settings),
+    # The simulated fleet's shape is in what it tells of itself; the torch fleet has none.
+    described = {key: value for key, value in asdict(settings).items() if key != "shape"} | {
         **ground.describe(),
         "trace": TRACE,
         "traces": str(settings.traces or "shipped"),

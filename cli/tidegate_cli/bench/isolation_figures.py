@@ -1,7 +1,7 @@
 """What clients got in one run of `tidegate bench isolation`, and the figures taken from that."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 from math import inf
@@ -57,33 +57,29 @@ class Targets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What all clients got, looked at between two moments.
+    """What all clients got, looked at in one window of time, or in one of each round.
 
     Attributes:
         experiences: Of every request that was sent.
-        begin: In seconds from the start.
-        end: The same.
-        service: What the engines charged each of the policy's tenants in between, in cost units.
+        windows: From when to when, in seconds from the start.
+        service: What the engines charged each of the policy's tenants in them, in cost units.
         preemptions: From the start to the end.
     """
 
     experiences: Sequence[Experience]
-    begin: float
-    end: float
+    windows: Sequence[tuple[float, float]]
     service: Mapping[str, float]
     preemptions: int = 0
 
     @property
     def seconds(self) -> float:
         """How long was looked."""
-        return self.end - self.begin
+        return sum(end - begin for begin, end in self.windows)
 
     @property
     def output_tokens_per_s(self) -> float:
         """Output tokens of all tenants."""
-        tokens = sum(
-            self.begin <= at < self.end for one in self.experiences for at in one.token_times
-        )
+        tokens = sum(self._is_seen(at) for one in self.experiences for at in one.token_times)
         return tokens / self.seconds
 
     @property
@@ -96,11 +92,10 @@ class Run:
 
         Counted are those who came early enough for their target.
         """
-        last = self.end - label.ttft_seconds
         return [
             one.ttft_seconds
             for one in self._of(label)
-            if self.begin <= one.request.at_seconds < last
+            if self._is_seen(one.request.at_seconds, for_seconds=label.ttft_seconds)
         ]
 
     def itl_seconds(self, label: Label) -> list[float]:
@@ -109,7 +104,7 @@ class Run:
             later - earlier
             for one in self._of(label)
             for earlier, later in pairwise(one.token_times)
-            if self.begin <= later < self.end
+            if self._is_seen(later)
         ]
 
     def goodput(self, targets: Mapping[str, Targets]) -> float:
@@ -117,7 +112,7 @@ class Run:
         good = sum(
             one.end is End.DONE
             and one.ended_at is not None
-            and self.begin <= one.ended_at < self.end
+            and self._is_seen(one.ended_at)
             and meets(one, targets[one.request.tenant])
             for one in self.experiences
         )
@@ -136,8 +131,9 @@ class Run:
             meets(one, targets[one.request.tenant])
             for one in self.experiences
             if one.request.tenant in wanted
-            and self.begin <= one.request.at_seconds
-            and one.request.at_seconds < self.end - targets[one.request.tenant].ttft_seconds
+            and self._is_seen(
+                one.request.at_seconds, for_seconds=targets[one.request.tenant].ttft_seconds
+            )
         ]
         return 100.0 * sum(judged) / len(judged) if judged else None
 
@@ -148,8 +144,44 @@ class Run:
             counted[one.end] += 1
         return counted
 
+    def _is_seen(self, at: float, *, for_seconds: float = 0.0) -> bool:
+        return any(begin <= at < end - for_seconds for begin, end in self.windows)
+
     def _of(self, label: Label) -> list[Experience]:
         return [one for one in self.experiences if one.request.tenant == label.tenant]
+
+
+def in_rounds(runs: Sequence[Run], *, seconds: float) -> Run:
+    """Return several runs as one.
+
+    Args:
+        runs: With the same policy, at least one.
+        seconds: How long each was, so that the next one's times count from there.
+    """
+    starts = [number * seconds for number in range(len(runs))]
+    return Run(
+        experiences=[
+            _later(one, start)
+            for start, run in zip(starts, runs, strict=True)
+            for one in run.experiences
+        ],
+        windows=[
+            (start + begin, start + end)
+            for start, run in zip(starts, runs, strict=True)
+            for begin, end in run.windows
+        ],
+        service={name: sum(run.service[name] for run in runs) for name in runs[0].service},
+        preemptions=sum(run.preemptions for run in runs),
+    )
+
+
+def _later(one: Experience, seconds: float) -> Experience:
+    return Experience(
+        request=replace(one.request, at_seconds=seconds + one.request.at_seconds),
+        token_times=[seconds + at for at in one.token_times],
+        end=one.end,
+        ended_at=None if one.ended_at is None else seconds + one.ended_at,
+    )
 
 
 def meets(one: Experience, targets: Targets) -> bool:

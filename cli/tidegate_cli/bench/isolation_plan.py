@@ -23,6 +23,8 @@ class Scale:
         gold_ttft_seconds: Gold's target; silver's is 5 times, bronze's 10 times as long.
         lead_in_seconds: Before anything is counted.
         seconds: Counted, of each side.
+        rounds: In which the sides take turns, each for its part of these. The speed of a machine
+            changes while it is measured, that of a simulation doesn't.
         misbehaving_seconds: Counted, with each way of misbehaving.
         max_running: Of the tenant that misbehaves and of its likes: less than a third of a batch.
         quantum_tokens: Output tokens that a request of silver or bronze gets before it can be taken
@@ -43,6 +45,12 @@ class Scale:
     huge_prompt_tokens: int
     unread_output_tokens: int
     queued_choices: int = 1
+    rounds: int = 1
+
+    @property
+    def round_seconds(self) -> float:
+        """How long each side has its turn, what isn't counted included."""
+        return self.lead_in_seconds + self.seconds / self.rounds
 
 
 def overloaded(scale: Scale) -> list[Label]:

@@ -72,8 +72,7 @@ class SimulatedGround:
         traces = [(one, fleet.trace(one)) for one in plans]
         return Run(
             experiences=[_experience(one, trace) for one, trace in traces],
-            begin=begin,
-            end=end,
+            windows=[(begin, end)],
             service={
                 name: service - before.get(name, 0.0) for name, service in fleet.service().items()
             },

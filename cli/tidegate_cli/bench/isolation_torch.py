@@ -27,6 +27,7 @@ SCALE = Scale(
     gold_ttft_seconds=2.0,
     lead_in_seconds=15.0,
     seconds=180.0,
+    rounds=3,
     misbehaving_seconds=60.0,
     max_running=10,
     quantum_tokens=2,
@@ -108,8 +109,7 @@ class TorchGround:
         last = await self._engine.metrics()
         return Run(
             experiences=served.result(),
-            begin=begin,
-            end=end,
+            windows=[(begin, end)],
             service=_difference(_service(last, names), _service(before.result(), names)),
             preemptions=round(
                 last.value("tidegate_preemptions_total") - first.value("tidegate_preemptions_total")

@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -49,11 +50,13 @@ def small_settings(seed: int = 1) -> IsolationSettings:
     return replace(settings, shape=SMALL, honouring_seconds=10.0)
 
 
-async def measure(settings: IsolationSettings) -> IsolationFigures:
+async def measure(
+    settings: IsolationSettings, tell: Callable[[str], None] = lambda _line: None
+) -> IsolationFigures:
     recorded, _ = shortened(load_trace(TRACE, None), seed=settings.seed)
     traffic = Traffic(recorded, seed=settings.seed)
     ground = SimulatedGround(settings.shape, traffic)
-    return await IsolationBench(settings, ground, traffic, lambda _line: None).run()
+    return await IsolationBench(settings, ground, traffic, tell).run()
 
 
 async def test_every_key_is_there_and_a_seed_always_gives_the_same_figures() -> None:
@@ -70,6 +73,28 @@ async def test_only_the_sides_that_are_wanted_are_measured() -> None:
 
     assert set(figures.together) == {TIDEGATE, FCFS}
     assert set(figures.results()) == KEYS - {"goodput_over_priority"}
+
+
+async def test_all_sides_take_turns_with_the_same_parts_of_the_record() -> None:
+    settings = small_settings()
+    settings = replace(settings, scale=replace(settings.scale, rounds=2, seconds=4.0))
+    told: list[str] = []
+    figures = await measure(settings, tell=told.append)
+
+    turns = [line for line in told if "misbehaves" not in line and "honour" not in line]
+    assert turns[: len(turns) // 2] == [line.replace("2 of", "1 of") for line in turns[5:]]
+    runs = [figures.alone, *figures.together.values()]
+    assert {tuple(run.windows) for run in runs} == {((3.0, 5.0), (8.0, 10.0))}
+    sent = [
+        [
+            (one.request_id, one.at_seconds, one.prompt_tokens)
+            for one in (experience.request for experience in run.experiences)
+            if one.tenant == figures.gold.tenant
+        ]
+        for run in runs
+    ]
+    assert all(one == sent[0] for one in sent)
+    assert len({request_id for request_id, *_ in sent[0]}) == len(sent[0])
 
 
 async def test_the_command_prints_its_conditions_and_writes_files(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from tidegate_cli.bench.isolation_figures import (
     Experience,
     Run,
     Targets,
+    in_rounds,
     meets,
     share_errors,
     targets_of,
@@ -28,7 +29,7 @@ def a_request(
 
 
 def a_run(*experiences: Experience) -> Run:
-    return Run(experiences=experiences, begin=10.0, end=20.0, service={"gold": 50.0})
+    return Run(experiences=experiences, windows=[(10.0, 20.0)], service={"gold": 50.0})
 
 
 @pytest.mark.parametrize("one", [a_request(10.9, 11.0, 11.1), a_request(10.5, 10.6, end=End.OPEN)])
@@ -93,3 +94,19 @@ def test_targets_between_tokens_are_multiples_of_golds() -> None:
     silver = Label(tenant="silver", tier="silver", load=1.0, ttft_seconds=5.0, itl_factor=2.0)
 
     assert targets_of([silver], 0.1) == {"silver": Targets(ttft_seconds=5.0, itl_seconds=0.2)}
+
+
+def test_rounds_count_together_each_in_its_own_window() -> None:
+    first = a_run(a_request(10.5, 10.6), a_request(end=End.REFUSED))
+    second = a_run(a_request(11.0, 11.05, at=10.2), a_request(20.5, at=19.5, end=End.OPEN))
+    both = in_rounds([first, second], seconds=25.0)
+
+    assert both.seconds == 20.0
+    assert both.windows == [(10.0, 20.0), (35.0, 45.0)]
+    assert [one.request.at_seconds for one in both.experiences] == [10.0, 10.0, 35.2, 44.5]
+    assert both.ttft_seconds(GOLD) == pytest.approx([0.5, inf, 0.8])
+    assert both.itl_seconds(GOLD) == pytest.approx([0.1, 0.05])
+    assert both.output_tokens_per_s == pytest.approx(4 / 20)
+    assert both.goodput(TARGETS) == pytest.approx(2 / 20)
+    assert both.attainment_percent(["gold"], TARGETS) == pytest.approx(200 / 3)
+    assert both.service == {"gold": 100.0}
